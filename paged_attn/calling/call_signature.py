@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.errors import UnsupportedError
 
 FEW_IDS = 6
+TARGETS = ("targets", "target", "labels", "y")
+_target_of: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _EMPTY = inspect.Parameter.empty
 
 
@@ -72,9 +75,23 @@ def few_ids(model: nn.Module, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device) % min((FEW_IDS, *(table.num_embeddings for table in tables)))
 
 
+def target_arguments(model: nn.Module) -> list[str]:
+    """Parameters that take what a model is trained to say, and may be left out."""
+    parameters = inspect.signature(model.forward).parameters
+    return [name for name in TARGETS if name in parameters and parameters[name].default is not _EMPTY]
+
+
+def call_with_targets(model: nn.Module, name: str) -> None:
+    """From now on `plain_inputs` has the tokens as targets, too: this model gives other logits than the last token's in training only."""
+    _target_of[model] = name
+
+
 def plain_inputs(model: nn.Module, prompt: Tensor, positions: bool = False) -> dict[str, Any]:
-    """The inputs of a prompt [T] as a user gives them: position_ids only where forward insists on them, or where asked for."""
+    """The inputs of a prompt [T] as a user gives them: position_ids only where forward insists on them, or where asked for; and the tokens
+    once more as targets, where that is how the model is brought to give the logits of all."""
     inputs: dict[str, Any] = {token_argument(model): prompt[None]}
+    if model in _target_of:
+        inputs[_target_of[model]] = inputs[token_argument(model)]
     if takes(model, "position_ids") and (positions or not positions_are_optional(model)):
         inputs["position_ids"] = torch.arange(len(prompt), device=prompt.device)[None]
     return inputs

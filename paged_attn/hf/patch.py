@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 
 from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
@@ -58,6 +59,7 @@ class Patched:
                 f"paged_attn.patch needs a transformers PreTrainedModel, got {type(model).__name__}; "
                 "use torch.compile(model, backend='paged_attn')"
             )
+        _refuse_compiled(model)
         self.model, self.self_check, self.settings = model, self_check, settings or ProbeSettings()
         self.layers: tuple[AttentionSpec, ...] = ()
         self._modules: list[nn.Module] = []
@@ -162,6 +164,19 @@ def patch(model: nn.Module, *, self_check: bool = True) -> Patched:
         ContextError: the model is patched already.
     """
     return Patched(model, self_check)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Compiled code would go on with the attention that it was compiled with, or be compiled with our record of it."""
+    for name, module in model.named_modules():
+        forward = vars(module).get("forward")
+        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable"):
+            own = type(getattr(model, "_orig_mod", model)).__name__
+            what = f"{own} is compiled" if module is model else f"the module {name} of {own} is compiled"
+            raise UnsupportedError(
+                f"{what}, and paged_attn.patch replaces attention of models that run as they are written; patch the model before anything "
+                "of it is compiled, or use torch.compile(model, backend='paged_attn')"
+            )
 
 
 def can_be_hooked(model: nn.Module) -> bool:

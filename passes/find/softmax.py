@@ -20,8 +20,9 @@ from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores, 
 from paged_attn.passes.find.decompose_flex import decompose_flex
 from paged_attn.passes.find.dual_chunk import find_dual_chunk
 from paged_attn.passes.find.products import Product, product_of, score_products, split_baddbmm
+from paged_attn.passes.find.score_layout import bring_to_layout, token_axes
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, depends_on, move_before, op_name, shape_of, symbol, token_dims
+from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, move_before, op_name, shape_of, symbol, token_dims
 
 _SOFTMAX = {
     F.softmax,
@@ -41,21 +42,16 @@ def find_softmax(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
     if form.reason or isinstance(form.num_tokens, int):
         return []
     decompose_flex(graph)
-    softmaxes = [node for node in graph.nodes if is_softmax(node) and _over_tokens(node, form)]
+    softmaxes = [node for node in graph.nodes if is_softmax(node) and token_axes(node, form.num_tokens) is not None]
     if softmaxes:
         split_baddbmm(graph)
+    softmaxes = [bring_to_layout(node, form.num_tokens) for node in softmaxes]
     sites, taken = find_dual_chunk(softmaxes, form)
     return [*sites, *(_site(node, form) for node in softmaxes if node not in taken)]
 
 
 def is_softmax(node: fx.Node) -> bool:
     return (node.op == "call_function" and node.target in _SOFTMAX) or (node.op == "call_method" and node.target == "softmax")
-
-
-def _over_tokens(node: fx.Node, form: CallForm) -> bool:
-    """Whether the result is [.., T, T] (or wider by a sink): scores of tokens against tokens. Routers' are [T, experts]."""
-    shape = shape_of(node)
-    return len(shape) >= 2 and symbol(shape[-2]) == form.num_tokens and depends_on(shape[-1], form.num_tokens)
 
 
 class UnknownAttention(UnsupportedError):

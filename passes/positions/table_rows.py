@@ -51,9 +51,12 @@ def _rows_along(node: fx.Node, axis: int, table: fx.Node, probe: RowProbe) -> Af
 
 
 def _without_token_slice(node: fx.Node, form: CallForm) -> tuple[Any, ...]:
-    """The index of a getitem with everything of the sliced dimension kept."""
+    """The index of a getitem with everything of the sliced dimension kept, or of the one that a tensor of rows picks from."""
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return tuple(slice(None) if isinstance(part, slice) and _mentions_tokens(part, form) else part for part in index)
+    slices = [part for part in index if isinstance(part, slice) and _mentions_tokens(part, form)]
+    picks = [part for part in index if isinstance(part, fx.Node) and isinstance(value_of(part), Tensor)]
+    dropped = slices or (picks if len(picks) == 1 else [])
+    return tuple(slice(None) if any(part is each for each in dropped) else part for part in index)
 
 
 def _mentions_tokens(part: slice, form: CallForm) -> bool:

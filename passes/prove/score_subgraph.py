@@ -13,13 +13,11 @@ from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import op_name, shape_at, value_of, writers_of
 from paged_attn.passes.fx.slicing import ancestors
+from paged_attn.passes.fx.token_data import read_inputs
 
 # Elementwise arithmetic: on scores its numbers are scales and caps, which `score_function` proves on values.
 _ARITHMETIC = {"mul", "imul", "multiply", "div", "truediv", "itruediv", "true_divide", "divide", "tanh", "add", "iadd", "sub", "isub",
                "rsub", "neg"}  # fmt: skip
-# What these give depends on the shape and dtype of their input alone.
-_SHAPE_ONLY = {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full", "size", "dim",
-               "numel", "sym_size", "shape"}  # fmt: skip
 # Lookups in a table and matrix products: what they make of token ids is the model's own state, not a mask.
 LOOKUPS = {"embedding", "linear", "matmul", "bmm", "addmm", "conv1d", "index_select", "einsum"}
 
@@ -112,7 +110,7 @@ def needed_for_values(result: fx.Node, user: fx.Node, stops: Collection[fx.Node]
     nodes = ancestors(result, user, frozenset(stops))
     inside, writers = set(nodes), writers_of(nodes)
     pending = [result]
-    needed: set[fx.Node] = set()
+    needed, lent = set[fx.Node](), set[fx.Node]()
     while pending:
         node = pending.pop()
         if node in inside and node not in needed:
@@ -120,6 +118,7 @@ def needed_for_values(result: fx.Node, user: fx.Node, stops: Collection[fx.Node]
             pending += writers.get(node, ())
             if node in stops:
                 continue
-            pending += [n for n in node.all_input_nodes if op_name(node) not in _SHAPE_ONLY or not isinstance(value_of(n), Tensor)]
-    shapes = {n for node in needed if op_name(node) in _SHAPE_ONLY for n in node.all_input_nodes if isinstance(value_of(n), Tensor)}
-    return [node for node in nodes if node in needed or node in shapes], shapes - needed
+            read = {*read_inputs(node), *(n for n in node.all_input_nodes if not isinstance(value_of(n), Tensor))}
+            pending += read
+            lent |= set(node.all_input_nodes) - read
+    return [node for node in nodes if node in needed or node in lent], lent - needed

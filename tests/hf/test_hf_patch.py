@@ -52,6 +52,21 @@ def test_patching_twice_is_an_error() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("kind", ["wrapped", "in place", "forward", "a layer"])
+def test_compiled_models_are_refused_before_anything_runs(kind: str) -> None:
+    """Inductor's code for one of them ended the process."""
+    model = build("qwen3")
+    if kind == "in place":
+        model.compile()
+    elif kind == "forward":
+        model.forward = torch.compile(model.forward)
+    elif kind == "a layer":
+        model.model.layers[1].compile()
+    where = "the module model.layers.1 of " * (kind == "a layer")
+    with pytest.raises(UnsupportedError, match=f"^{where}Qwen3ForCausalLM is compiled, and"):
+        patch(torch.compile(model) if kind == "wrapped" else model)
+
+
 def test_what_a_paged_batch_does_not_have_is_refused_under_a_context() -> None:
     model, ids = build("llama"), torch.tensor([[5, 6, 7, 8, 9]])
     batch = Batch.build([BatchRequest(ids[0].tolist(), [1, 2])], 4)

@@ -10,13 +10,15 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
-from paged_attn.calling.call_signature import few_ids, plain_inputs, takes
+from paged_attn.calling.call_signature import call_with_targets, few_ids, plain_inputs, takes, target_arguments
 from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.engine.model.auto_class import refuse_other_kinds
 from paged_attn.passes.fx.model_facts import max_positions, model_device
+from paged_attn.tolerances import LOGITS, LOGITS_16_BIT, row_errors, typical
 
 TOKENS = 5
+PADDING = 1024  # rows at most that a table has beyond the vocabulary, so that it divides well
 
 
 def check_output(model: nn.Module) -> int:
@@ -53,16 +55,43 @@ def check_output(model: nn.Module) -> int:
             f"{name} returns {_told(output)}, and no logits: it has no language-model head, and there is nothing to choose tokens by. Load "
             "the model with its head (AutoModelForCausalLM), or wrap it in a module that returns logits [1, T, vocabulary]."
         )
+    width = logits.shape[-1]
+    if logits.shape == (1, 1, width):
+        logits = _with_targets(model, ids, logits)
+    is_vocabulary = any(0 <= size - width < min(width, PADDING) for size in tables)
     if logits.shape[:-1] != (1, len(ids)):
-        raise UnsupportedError(f"{name} returns logits of shape {list(logits.shape)} for token ids [1, {len(ids)}]{_why(logits, len(ids))}")
-    if tables and logits.shape[-1] not in tables and not _says_it_generates(model):
+        why = _why(logits, len(ids), is_vocabulary or not tables)
+        raise UnsupportedError(f"{name} returns logits of shape {list(logits.shape)} for token ids [1, {len(ids)}]{why}")
+    if tables and not is_vocabulary and not _says_it_generates(model):
         raise UnsupportedError(
-            f"{name} returns {logits.shape[-1]} numbers for each token and reads {' or '.join(map(str, sorted(tables)))} token ids: those "
+            f"{name} returns {width} numbers for each token and reads {' or '.join(map(str, sorted(tables)))} token ids: those "
             "are no logits over its tokens (a model without a language-model head, or a classifier), and the largest of them is no token. "
             "Load the model with its head (AutoModelForCausalLM); a module whose output is over other tokens than its input says that it "
             "generates by a method can_generate() that returns True."
         )
-    return min(tables, default=int(logits.shape[-1]))
+    return min(tables, default=int(width))
+
+
+def _with_targets(model: nn.Module, ids: Tensor, last: Tensor) -> Tensor:
+    """The logits [1, T, width] of all tokens from a model that gives them where it is given targets (nanoGPT: it saves work otherwise), if
+    they are those that it gives for each beginning of `ids` alone; then it is called so from now on. Else `last`, [1, 1, width]."""
+
+    def called(ids: Tensor, **targets: Tensor) -> Any:
+        with as_served(model), left_as_it_was(model), model_code(UnsupportedError):
+            return logits_in(model(**plain_inputs(model, ids), **targets))
+
+    for name in target_arguments(model):
+        try:
+            given = called(ids, **{name: ids[None]})
+            alone = torch.stack([called(ids[:end])[0, 0] for end in range(1, len(ids) + 1)])
+        except UnsupportedError:
+            continue
+        if isinstance(given, Tensor) and given.shape == (1, *alone.shape):
+            error = typical(row_errors(given[0], alone))
+            if error <= LOGITS.get(given.dtype, LOGITS_16_BIT):
+                call_with_targets(model, name)
+                return given
+    return last
 
 
 def logits_in(output: Any) -> Any:
@@ -98,13 +127,13 @@ def _note_lookups(model: nn.Module, ids: Tensor, sizes: set[int]) -> None:
             module.register_forward_pre_hook(note)
 
 
-def _why(logits: Tensor, tokens: int) -> str:
+def _why(logits: Tensor, tokens: int, is_vocabulary: bool) -> str:
     """What shapes that are met say of a model, and what to do."""
-    if logits.dim() == 2:
+    if logits.dim() == 2 and not is_vocabulary:
         return (
             ": numbers for the whole sequence and not for each token (a classifier, a reward model); there is nothing to choose tokens by"
         )
-    if logits.dim() == 3 and logits.shape[1] == 1:
+    if logits.shape[:-1] in ((1,), (1, 1)):
         return (
             ": those of the last token alone, and a batch of several requests needs the last token of each. Return the "
             "logits of all tokens; the engine computes only those that it wants"

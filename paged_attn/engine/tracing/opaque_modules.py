@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,12 @@ class ReadsMask(NotTraced):
         )
 
 
+def place_of(failure: BaseException | None) -> str:
+    """Where in the model's code it is, as words that follow others."""
+    frames = getattr(failure, "real_stack", None)
+    return f" at {frames[-1].filename}:{frames[-1].lineno} (`{frames[-1].line}`)" if frames else ""
+
+
 def untraceable_class(model: nn.Module, failure: BaseException | None) -> type[nn.Module] | None:
     """The class of the innermost submodule in whose forward Dynamo met a number that depends on data; None for other failures."""
     if "data-dependent" not in str(failure):
@@ -54,10 +60,11 @@ def untraceable_class(model: nn.Module, failure: BaseException | None) -> type[n
 
 
 @contextmanager
-def modules_as_ops(model: nn.Module, classes: Sequence[type[nn.Module]], inputs: Callable[[int], dict[str, Any]]) -> Iterator[None]:
+def modules_as_ops(model: nn.Module, classes: Mapping[type[nn.Module], str], inputs: Callable[[int], dict[str, Any]]) -> Iterator[None]:
     """Inside, while torch.compile traces, every module of these classes is one op; afterwards the model is as it was.
 
     Args:
+        classes: and where the trace of each fails, in words.
         inputs: those of a call of so many tokens.
 
     Raises:
@@ -66,7 +73,7 @@ def modules_as_ops(model: nn.Module, classes: Sequence[type[nn.Module]], inputs:
     """
     with ExitStack() as undo:
         if classes:
-            shapes = _watch(model, tuple(classes), inputs)
+            shapes = _watch(model, classes, inputs)
             for module, call in shapes.items():
                 undo.enter_context(replaced_forward(module, _emitter(module, call)))
         yield
@@ -80,7 +87,7 @@ class _Call(CallForm):
     dtype: torch.dtype
 
 
-def _watch(model: nn.Module, classes: tuple[type[nn.Module], ...], inputs: Callable[[int], dict[str, Any]]) -> dict[nn.Module, _Call]:
+def _watch(model: nn.Module, classes: Mapping[type[nn.Module], str], inputs: Callable[[int], dict[str, Any]]) -> dict[nn.Module, _Call]:
     """How each of the modules is called, from runs of the model on two lengths."""
     seen: dict[nn.Module, set[_Call]] = {}
 
@@ -95,16 +102,18 @@ def _watch(model: nn.Module, classes: tuple[type[nn.Module], ...], inputs: Calla
         if any(isinstance(value, Tensor) and value.shape[-2:] == (length, length) for value in given):
             raise ReadsMask(module)
         if not all(isinstance(value, Tensor) for value in given) or not alike:
+            place = next(place for kind, place in classes.items() if isinstance(module, kind))
             raise NotTraced(
-                f"{type(module).__name__} can not be traced, and can not be called as one op: it is given "
-                f"{', '.join(type(v).__name__ for v in given)} and returns {type(output).__name__}; known are tensors, and an "
-                "output that is shaped like one of them."
+                f"{type(module).__name__} can not be traced, as it branches on a number in a tensor{place}, and it can not "
+                f"be called as one op: it is given {', '.join(type(v).__name__ for v in given)} and returns {type(output).__name__}; known "
+                "are tensors, and an output that is shaped like one of them. A branch that always goes one way (on a buffer) can be "
+                "decided in __init__."
             )
         seen.setdefault(module, set()).add(_Call(names, nothing, alike[0], output.dtype))
 
     with ExitStack() as undo, torch.no_grad():
         for module in model.modules():
-            if isinstance(module, classes):
+            if isinstance(module, tuple(classes)):
                 undo.callback(module.register_forward_hook(after, with_kwargs=True).remove)
         for length in (5, 8):
             model(**inputs(length))

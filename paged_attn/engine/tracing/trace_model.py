@@ -26,7 +26,7 @@ from paged_attn.engine.model.model_output import logits_in
 from paged_attn.engine.tracing.experts_as_ops import experts_as_ops
 from paged_attn.engine.tracing.looping.as_ops import looping_experts_as_ops
 from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_around, on_all_tokens
-from paged_attn.engine.tracing.opaque_modules import ReadsMask, modules_as_ops, untraceable_class
+from paged_attn.engine.tracing.opaque_modules import ReadsMask, modules_as_ops, place_of, untraceable_class
 from paged_attn.engine.tracing.ops_without_fakes import OpsWithoutFakes
 from paged_attn.engine.tracing.repeated.expand import expand
 from paged_attn.engine.tracing.repeated.find import AlikeLayers, alike_layers
@@ -35,6 +35,7 @@ from paged_attn.engine.tracing.repeated.same_code import NotAlike, guards_of_tra
 from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, not_traced
 from paged_attn.engine.tracing.while_tracing import messages, no_collections, no_metrics_log, plain_buffers
 from paged_attn.passes.find.softmax import UnknownAttention
+from paged_attn.passes.fx.graph_tools import remove_dead_code
 from paged_attn.passes.fx.model_facts import max_positions
 from paged_attn.stopwatch import part
 
@@ -83,7 +84,7 @@ def _capture_with_opaque_modules(
     model: nn.Module, options: CompileOptions, positions: bool, on_all: Mapping[str, AllTokensCall]
 ) -> tuple[CompiledGraph, list[Any]]:
     """Modules whose forward branches on its data are called as one op each; custom ops that torch knows too little of run by themselves."""
-    opaque: list[type[nn.Module]] = []
+    opaque: dict[type[nn.Module], str] = {}
     unknown: OpsWithoutFakes | None = None
     loops, blocks = options.passes.experts, dict[str, str]()
 
@@ -99,7 +100,7 @@ def _capture_with_opaque_modules(
                 return _capture_all_lengths(model, options, positions)
         except (ReadsMask, UnknownAttention) as refusal:
             if isinstance(refusal, ReadsMask):
-                opaque.remove(refusal.kind)
+                opaque.pop(refusal.kind)
             modules = dict(model.named_modules())
             mixes = refusal.kind if isinstance(refusal, ReadsMask) else type(modules.get(refusal.module))
             around = modules_around(model, [name for name, module in modules.items() if type(module) is mixes], inputs)
@@ -121,8 +122,8 @@ def _capture_with_opaque_modules(
             kind = untraceable_class(model, refusal.__cause__)
             if kind is None or kind in opaque:
                 raise
-            logger.info("%s branches on its data: it runs as one op, between the captured pieces", kind.__name__)
-            opaque.append(kind)
+            opaque[kind] = place_of(refusal.__cause__)
+            logger.info("%s branches on its data%s: it runs as one op, between the captured pieces", kind.__name__, opaque[kind])
 
 
 def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: bool) -> tuple[CompiledGraph, list[Any]]:
@@ -181,8 +182,16 @@ def _runs(model: nn.Module, length: int, positions: bool) -> bool:
 
 def call_model(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """The logits of a call, whatever the model wraps them in."""
-    logits: Tensor = logits_in(model(**inputs))
+    logits: Tensor = torch.ops.aten.alias(logits_in(model(**inputs)))
     return logits
+
+
+def only_logits(gm: fx.GraphModule) -> None:
+    """Of a trace of `call_model`: what it returns alone is output, and not what a model keeps of the call (a bias for so many tokens)."""
+    *_, returned = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.alias)
+    gm.graph.output_node().args = ((returned.args[0],),)
+    remove_dead_code(gm.graph)
+    gm.recompile()
 
 
 def only_device(model: nn.Module) -> torch.device:
@@ -240,6 +249,7 @@ def _traced(
             except NotAlike as reason:
                 failed.append(reason)
                 return stop
+        only_logits(gm)
         captured.append((CompiledGraph.of_trace(gm, example_inputs, *wanted[0]), list(example_inputs)))
         return stop
 

@@ -1,0 +1,93 @@
+"""Written-out attention whose scores have queries and keys elsewhere than in their last two dims, brought to that layout.
+
+Before: scores = einsum("bshd,bthd->bsht", q, k); out = einsum("bsht,bthd->bshd", softmax(f(scores)), v)
+After:  the same products as [b, h, s, t] with a permutation behind the first and in front of the second, and the softmax between two
+Leaves alone: scores that are laid out so, and products whose factors are not found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from paged_attn.passes.find.products import Product, product_of, score_products
+from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, shape_of, symbol, token_dims
+
+
+def token_axes(softmax: fx.Node, num_tokens: Any) -> tuple[int, int] | None:
+    """The dims of queries and keys of a softmax over T keys (or one more, a sink) of each of T queries; None for any other."""
+    shape, dim = shape_of(softmax), argument_of(softmax, 1, "dim")
+    if not isinstance(dim, int) or not -len(shape) <= dim < len(shape) or token_dims(softmax, num_tokens) < 2:
+        return None
+    keys = dim % len(shape)
+    queries = [axis for axis, size in enumerate(shape) if axis != keys and symbol(size) == num_tokens]
+    return (queries[-1], keys) if queries else None
+
+
+def bring_to_layout(softmax: fx.Node, num_tokens: Any) -> fx.Node:
+    """The softmax itself, or the one that takes its place."""
+    axes, rank = token_axes(softmax, num_tokens), len(shape_of(softmax))
+    assert axes is not None
+    if axes == (rank - 2, rank - 1):
+        return softmax
+    scores = argument_of(softmax, 0, "input")
+    products = score_products(scores, num_tokens)
+    outputs = _weighted_sums(softmax, num_tokens)
+    if not products or not outputs:
+        return softmax
+    for product in products:
+        _relabel(product, product.left_labels, product.labels)
+    for product in outputs:
+        _relabel(product, product.lead + product.row + product.inner, product.layout)
+    order = [*(axis for axis in range(rank) if axis not in axes), *axes]
+    given = {name: value for name, value in softmax.kwargs.items() if name not in ("input", "dim")}
+    with softmax.graph.inserting_before(softmax):
+        permuted = call_with_value(softmax.graph, "permute", argument_of(softmax, 0, "input"), order)
+        new = call_with_value(softmax.graph, softmax.target, permuted, -1, *softmax.args[2:], **given)
+        result = call_with_value(softmax.graph, "permute", new, _inverse(order))
+    for node in (permuted, new, result):
+        node.meta["nn_module_stack"] = softmax.meta.get("nn_module_stack")
+    softmax.replace_all_uses_with(result)
+    softmax.graph.erase_node(softmax)
+    return new
+
+
+def _weighted_sums(softmax: fx.Node, num_tokens: Any) -> list[Product]:
+    """Products of the weights, whatever is between, with something that has one dim of tokens."""
+    found, pending, seen = dict[fx.Node, Product](), [softmax], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for user in node.users:
+            product = product_of(user)
+            if product is not None and node is product.left and token_dims(product.right, num_tokens) == 1:
+                found[user] = product
+            elif token_dims(user, num_tokens) >= 2:
+                pending.append(user)
+    return list(found.values())
+
+
+def _relabel(product: Product, left_labels: str, layout: str) -> None:
+    """Compute a product from its left factor, and into a result, with these labels; what uses it gets the layout that it had."""
+    graph, node, left = product.node.graph, product.node, product.left
+    with graph.inserting_before(node):
+        if left_labels != product.left_labels:
+            left = call_with_value(graph, "permute", left, [product.left_labels.index(label) for label in left_labels])
+        equation = f"{left_labels},{product.right_labels}->{layout}"
+        new = result = call_with_value(graph, torch.einsum, equation, left, product.right)
+        if layout != product.layout:
+            result = call_with_value(graph, "permute", new, [layout.index(label) for label in product.layout])
+    for each in (left, new, result):
+        each.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+    result.meta["original_name"] = node.meta.get("original_name", node.name)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [order.index(axis) for axis in range(len(order))]
