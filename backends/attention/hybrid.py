@@ -1,7 +1,6 @@
 """Two backends as one: the first serves prefill, the second decode. "fa3,flashinfer" names such a pair.
 
-A step goes to one of them as a whole: a batch in mode DECODE to the second, EXTEND, MIXED and IDLE to the first, and those of
-speculative decoding (TARGET_VERIFY, DRAFT_EXTEND) to the one that the setting `speculative` names.
+A step goes to one of them as a whole: a batch in mode DECODE to the second, any other to the first.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
-from paged_attn.backends.attention.capabilities import ANY_SIZE, PHASES, Both, Capabilities, Feature, GraphSupport, Sizes
+from paged_attn.backends.attention.capabilities import ANY_SIZE, Both, Capabilities, Feature, GraphSupport, Sizes
 
 EXTEND, DECODE = frozenset({"extend"}), frozenset({"decode"})
-SPECULATIVE_MODES = frozenset({ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND})
 NOT_DETERMINISTIC = (
     "two backends are not batch-invariant: a decode row goes to one of them or to the other, as the rest of the batch has it"
 )
@@ -37,14 +35,12 @@ class HybridPlan:
 class HybridBackend(AttentionBackend):
     """Base of the classes that `hybrid_of` makes. Only the child that serves a step plans it. It is never batch-invariant."""
 
-    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend, speculative: str) -> None:
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         super().__init__()
-        self.prefill, self.decode, self.speculative = prefill, decode, speculative
+        self.prefill, self.decode = prefill, decode
 
     def child_for(self, mode: ForwardMode) -> AttentionBackend:
-        if mode is ForwardMode.DECODE or (mode in SPECULATIVE_MODES and self.speculative == "decode"):
-            return self.decode
-        return self.prefill
+        return self.decode if mode is ForwardMode.DECODE else self.prefill
 
     def compiles_steps_ahead(self, mode: ForwardMode) -> bool:
         return self.child_for(mode).compiles_ahead
@@ -90,16 +86,13 @@ class HybridBackend(AttentionBackend):
         plan.child.forward_decode(plan.plan, call)
 
 
-def hybrid_of(prefill: AttentionBackend, decode: AttentionBackend, speculative: str = "prefill") -> HybridBackend:
+def hybrid_of(prefill: AttentionBackend, decode: AttentionBackend) -> HybridBackend:
     """The backend that serves prefill with one and decode with another; its name is `prefill.name,decode.name`.
-
-    Args:
-        speculative: which of the two runs TARGET_VERIFY and DRAFT_EXTEND.
 
     Raises:
         UnsupportedError: one of them does not serve its phase.
     """
-    for child, role, phases in ((prefill, "prefill", EXTEND), (decode, "decode", decode_phases(speculative))):
+    for child, role, phases in ((prefill, "prefill", EXTEND), (decode, "decode", DECODE)):
         if missing := phases - child.capabilities.phases:
             raise UnsupportedError(f"{child.name} can not serve {role}: its capabilities lack {', '.join(sorted(missing))}")
 
@@ -107,12 +100,7 @@ def hybrid_of(prefill: AttentionBackend, decode: AttentionBackend, speculative: 
         name = f"{prefill.name},{decode.name}"
         capabilities = shared_capabilities(prefill.capabilities, decode.capabilities)
 
-    return Hybrid(prefill, decode, speculative)
-
-
-def decode_phases(speculative: str) -> frozenset[str]:
-    """What the second of two backends must serve: DRAFT_EXTEND and TARGET_VERIFY are extensions."""
-    return PHASES if speculative == "decode" else DECODE
+    return Hybrid(prefill, decode)
 
 
 def shared_capabilities(prefill: Capabilities, decode: Capabilities) -> Capabilities:

@@ -27,7 +27,6 @@ class Requirements:
     architecture: int | None
     device_name: str
     deterministic: bool = False
-    speculative: str = "prefill"
 
     @classmethod
     def of(
@@ -39,12 +38,11 @@ class Requirements:
         device: torch.device,
         *,
         deterministic: bool = False,
-        speculative: str = "prefill",
     ) -> Requirements:
         word, architecture = device_word(device), architecture_of(device)
         extra = frozenset({Feature.DETERMINISTIC}) if deterministic else frozenset()
         problems = tuple(Problem(spec, dtype, kv_dtype, page_size, word, architecture, extra) for spec in layers)
-        return cls(problems, word, architecture, device_name(device), deterministic, speculative)
+        return cls(problems, word, architecture, device_name(device), deterministic)
 
     @property
     def keeps_latents(self) -> bool:

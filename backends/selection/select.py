@@ -13,7 +13,7 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.capabilities import PHASES, Feature
-from paged_attn.backends.attention.hybrid import EXTEND, NOT_DETERMINISTIC, decode_phases, hybrid_of
+from paged_attn.backends.attention.hybrid import DECODE, EXTEND, NOT_DETERMINISTIC, hybrid_of
 from paged_attn.backends.selection.ranking import Order
 from paged_attn.backends.selection.registry import UNSUPPORTED, backend_class, backend_names, loadable_classes
 from paged_attn.backends.selection.requirements import Requirements
@@ -48,22 +48,18 @@ def select(
     device: torch.device,
     *,
     deterministic: bool = False,
-    speculative: str = "prefill",
 ) -> Selection:
     """Pick the best backend that can run every layer; with "auto" perhaps one for prefill and another for decode.
 
     Args:
         name: "auto", a registered name, or two as "fa3,flashinfer": prefill, decode.
         deterministic: take only what is batch-invariant.
-        speculative: which of two backends runs the verifying and drafting steps of speculative decoding.
 
     Raises:
-        ValueError: `name` is not of that form, or not registered; an unknown `speculative`.
+        ValueError: `name` is not of that form, or not registered.
         UnsupportedError: the named backend, or every one, can not run some layer; the message holds every reason.
     """
-    if speculative not in ("prefill", "decode"):
-        raise ValueError(f"speculative is {speculative!r}; allowed are 'prefill' and 'decode'")
-    required = Requirements.of(layers, dtype, kv_dtype, page_size, device, deterministic=deterministic, speculative=speculative)
+    required = Requirements.of(layers, dtype, kv_dtype, page_size, device, deterministic=deterministic)
     selection = _automatic(required) if name == "auto" else _by_name(required, name)
     logger.info("attention backend: %s", selection.describe())
     return selection
@@ -75,11 +71,10 @@ def select_for_pool(
     dtype: torch.dtype | None = None,
     *,
     deterministic: bool = False,
-    speculative: str = "prefill",
 ) -> Selection:
     """`select` for the layers, page size, KV dtype and device of a pool; `dtype` is the model's (the pool's if None)."""
     where = (dtype or pool.dtype, pool.dtype, pool.page_size, pool.device)
-    return select(name, pool.layers, *where, deterministic=deterministic, speculative=speculative)
+    return select(name, pool.layers, *where, deterministic=deterministic)
 
 
 def pick(required: Requirements, order: Order, broken: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
@@ -92,8 +87,7 @@ def pick(required: Requirements, order: Order, broken: Mapping[str, str]) -> tup
     if required.deterministic:  # two would not be batch-invariant
         picked = [_first(required, order.decode, PHASES, broken, rejected)]
     else:
-        second = decode_phases(required.speculative)
-        picked = [_first(required, order.extend, EXTEND, broken, rejected), _first(required, order.decode, second, broken, rejected)]
+        picked = [_first(required, order.extend, EXTEND, broken, rejected), _first(required, order.decode, DECODE, broken, rejected)]
     names = [name for name in dict.fromkeys(picked) if name is not None]
     if None in picked:
         return [], {name: rejected.get(name, "the other phase has none") for name in (*rejected, *names)}
@@ -117,7 +111,7 @@ def _automatic(required: Requirements) -> Selection:
             raise _refusal(required, "auto", rejected | required.left_out(others, order, None))
         made, failed = _made(names, required.deterministic)
         if not failed:
-            backend = _joined(made, required.speculative)
+            backend = _joined(made)
             return Selection(backend, why_picked(order, names), rejected | required.left_out(others, order, backend.name))
         logger.warning("an attention backend is left out: %s", "; ".join(f"{name}: {why}" for name, why in failed.items()))
         broken |= failed
@@ -140,7 +134,7 @@ def _first(
 def _by_name(required: Requirements, name: str) -> Selection:
     names = split_name(name)
     single = len(names) == 1
-    phases = [PHASES] if single else [EXTEND, decode_phases(required.speculative)]
+    phases = [PHASES] if single else [EXTEND, DECODE]
     roles = [""] if single else [" (prefill)", " (decode)"]
     against = {part + role: "; ".join(required.reasons(part, asked)) for part, role, asked in zip(names, roles, phases, strict=True)}
     against = {part: why for part, why in against.items() if why}
@@ -149,7 +143,7 @@ def _by_name(required: Requirements, name: str) -> Selection:
     made, failed = _made([] if against else names, required.deterministic)
     if against | failed:
         raise _refusal(required, name, against | failed)
-    backend = _joined(made, required.speculative)
+    backend = _joined(made)
     others = [other for other in backend_names() if other not in names]
     return Selection(backend, "asked for by name", dict.fromkeys(others, "asked for another by name"))
 
@@ -183,8 +177,8 @@ def _made(names: Sequence[str], deterministic: bool) -> tuple[list[AttentionBack
     return made, failed
 
 
-def _joined(backends: Sequence[AttentionBackend], speculative: str) -> AttentionBackend:
-    return backends[0] if len(backends) == 1 else hybrid_of(backends[0], backends[1], speculative)
+def _joined(backends: Sequence[AttentionBackend]) -> AttentionBackend:
+    return backends[0] if len(backends) == 1 else hybrid_of(backends[0], backends[1])
 
 
 def _refusal(required: Requirements, name: str, against: Mapping[str, str]) -> UnsupportedError:

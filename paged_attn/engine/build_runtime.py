@@ -177,9 +177,7 @@ def ready_to_step(
     tail = greedy_sample if config.graph_sampling else None
 
     def select(pool: KVPool) -> Selection:
-        selection = select_for_pool(
-            config.backend, pool, runner.dtype, deterministic=config.deterministic, speculative=config.speculative_backend
-        )
+        selection = select_for_pool(config.backend, pool, runner.dtype, deterministic=config.deterministic)
         return replace(selection, backend=by_group(selection.backend, pool))
 
     def make_pool(pages: int) -> KVPool:

@@ -99,9 +99,6 @@ class EngineConfig:
         "memory and of the time to read and write it, and are rounded at every step",
         choices=("auto", "bfloat16", "float16"),
     )
-    speculative_backend: str = _advanced(
-        "prefill", "which of two backends runs the verifying and drafting steps of speculative decoding", choices=("prefill", "decode")
-    )
     deterministic: bool = _setting(
         False, "take only batch-invariant attention: a row's attention is bitwise the same whatever else is in the batch"
     )

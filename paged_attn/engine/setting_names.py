@@ -40,6 +40,7 @@ OTHER_SETTING = {
     "tensor_parallel_size": "start the program under torchrun with one process for each GPU (docs/parallel.md)",
     "tp_size": "start the program under torchrun with one process for each GPU (docs/parallel.md)",
     "swap_space": "a request that loses its pages computes them again; nothing is swapped",
+    "speculative_backend": "an LLM has no speculative decoding yet; leave it out",
     "seed": "each request has a seed of its own: SamplingParams(seed=...)",
     "disable_log_stats": "llm.engine.stats has the numbers; nothing is logged",
     "enable_lora": "max_loras says how many adapters there is room for, loras={name: folder} loads them",

@@ -48,7 +48,7 @@ def test_not_a_number_is_out_of_range() -> None:
     [
         ("page_size", "16"), ("page_size", 16.0), ("page_size", True), ("page_size", None), ("num_pages", False), ("prefix_cache", 1),
         ("prefix_cache", None), ("backend", None), ("backend", 3), ("inductor", "yes"), ("kv_memory_gib", "1"), ("kv_memory_gib", True),
-        ("deterministic", 1), ("deterministic", None), ("speculative_backend", None),
+        ("deterministic", 1), ("deterministic", None), ("policy", None),
     ],
 )  # fmt: skip
 def test_a_value_of_the_wrong_type_is_refused_by_name(name: str, value: object) -> None:
@@ -56,15 +56,15 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(name: str, value: object) 
         EngineConfig(**{name: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", ["both", "", "PREFILL"])
+@pytest.mark.parametrize("value", ["both", "", "FCFS"])
 def test_a_word_that_is_no_choice_is_refused_with_the_choices(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    message = f"speculative_backend is '{value}'; allowed are 'prefill' and 'decode': which of two backends"
+    message = f"policy is '{value}'; allowed are 'fcfs' and 'lpm': who of one namespace and priority"
     with pytest.raises(ValueError, match=message):
-        EngineConfig(speculative_backend=value)
-    monkeypatch.setenv("PAGED_ATTN_SPECULATIVE_BACKEND", value)
+        EngineConfig(policy=value)
+    monkeypatch.setenv("PAGED_ATTN_POLICY", value)
     with pytest.raises(ValueError, match=message):
         EngineConfig.from_environment()
-    assert EngineConfig(speculative_backend="decode").speculative_backend == "decode"
+    assert EngineConfig(policy="lpm").policy == "lpm"
 
 
 @pytest.mark.parametrize("make", [EngineConfig, EngineConfig.from_environment, EngineConfig().with_])
@@ -87,7 +87,7 @@ def test_it_is_frozen_and_with_makes_a_checked_copy() -> None:
 def test_variables_are_read_and_given_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in {
         "page_size": "8", "num_pages": "none", "state_snapshots": "0", "kv_memory_gib": "0.5", "prefix_cache": "off", "inductor": "1",
-        "backend": "torch_native", "deterministic": "on", "speculative_backend": "decode",
+        "backend": "torch_native", "deterministic": "on", "policy": "lpm",
     }.items():  # fmt: skip
         monkeypatch.setenv(f"PAGED_ATTN_{name.upper()}", text)
     config = EngineConfig.from_environment(page_size=32)
@@ -99,7 +99,7 @@ def test_variables_are_read_and_given_settings_win(monkeypatch: pytest.MonkeyPat
         inductor=True,
         backend="torch_native",
         deterministic=True,
-        speculative_backend="decode",
+        policy="lpm",
     )
 
 

@@ -44,19 +44,17 @@ class Recording(ReferenceBackend):
         super().forward(plan, layer_id, spec, query, key, value, output, **keywords)
 
 
-@pytest.mark.parametrize("speculative", ["prefill", "decode"])
 @pytest.mark.parametrize("mode", ForwardMode)
-def test_a_step_is_planned_and_run_by_the_one_that_serves_it(mode, speculative):
+def test_a_step_is_planned_and_run_by_the_one_that_serves_it(mode):
     children = {"prefill": Recording("prefill"), "decode": Recording("decode")}
-    hybrid = hybrid_of(children["prefill"], children["decode"], speculative)
+    hybrid = hybrid_of(children["prefill"], children["decode"])
     case = make([(5, 1), (3, 1)], spec_of("sinks"))
     batch = dataclasses.replace(case.batch, mode=mode)
     output = new_output(case)
     with ForwardContext(batch, case.pool, hybrid) as context:
         assert context.plan.batch is batch
         UNIFIED_ATTENTION(case.query, case.key, case.value, output, 1, True, sinks=case.sinks)
-    speculating = mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
-    serving = "decode" if mode is ForwardMode.DECODE or (speculating and speculative == "decode") else "prefill"
+    serving = "decode" if mode is ForwardMode.DECODE else "prefill"
     (other,) = {"prefill", "decode"} - {serving}
     assert children[other].calls == []
     assert children[serving].calls == ["plan", "plan_in_graph", "forward ['bias', 'lse_out', 'save_kv_cache', 'sinks']"]
@@ -118,8 +116,6 @@ def test_one_that_does_not_serve_its_phase_is_refused():
         hybrid_of(decode, both)
     with pytest.raises(UnsupportedError, match="can not serve decode: its capabilities lack decode"):
         hybrid_of(both, prefill)
-    with pytest.raises(UnsupportedError, match="can not serve decode: its capabilities lack extend"):
-        hybrid_of(both, decode, "decode")
 
 
 # What two can run together.

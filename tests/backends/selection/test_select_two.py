@@ -53,7 +53,6 @@ def test_two_names_are_prefill_and_decode(machine: Machine, name):
     assert (selection.backend.prefill.name, selection.backend.decode.name) == ("fa3", "flashinfer")
     assert selection.backend.name == "fa3,flashinfer" and selection.reason == "asked for by name"
     assert not {"fa3", "flashinfer"} & set(selection.rejected)
-    assert selection.backend.speculative == "prefill" and machine.take(name, speculative="decode").backend.speculative == "decode"
 
 
 @pytest.mark.parametrize("name", ["fa3,fa3", "fa3,", ",fa3", "fa3,flashinfer,triton", "auto,fa3", "fa3,auto", ","])
@@ -78,12 +77,3 @@ def test_errors_name_the_one_of_two_that_can_not(machine: Machine):
     assert "backend='fa3,flashinfer':\n  flashinfer (decode): head dim 128 is not in 64\n" in str(error.value)
     with pytest.raises(UnsupportedError, match=r"  flashinfer \(prefill\): head dim 128 is not in 64"):
         machine.take("flashinfer,fa3")
-
-
-def test_the_second_of_two_must_extend_if_it_verifies(machine: Machine):
-    machine.put("trtllm_mha", phases=frozenset({"decode"}))
-    assert machine.take("fa3,trtllm_mha", speculative="prefill").backend.name == "fa3,trtllm_mha"
-    with pytest.raises(UnsupportedError, match=r"  trtllm_mha \(decode\): serves decode, not extend"):
-        machine.take("fa3,trtllm_mha", speculative="decode")
-    with pytest.raises(ValueError, match="speculative is 'both'; allowed are 'prefill' and 'decode'"):
-        machine.take("fa3,trtllm_mha", speculative="both")
