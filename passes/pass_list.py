@@ -26,7 +26,6 @@ from paged_attn.passes.optimize.logits_gather.gather import gather_logits_early
 from paged_attn.passes.optimize.routing import fuse_routing
 from paged_attn.passes.optimize.scan_operands import read_columns_in_place, read_unrepeated_heads
 from paged_attn.passes.optimize.stacked_experts import keep_stacked
-from paged_attn.passes.optional import OPTIONAL
 from paged_attn.passes.positions.own_positions import use_own_positions
 from paged_attn.passes.prove.attention import AttentionProof, Prover, refuse_implausible
 from paged_attn.passes.prove.dual_chunk import DualChunkProof
@@ -145,26 +144,18 @@ PASSES = (
     GraphPass("specialise_numbers", "numbers of the model that Dynamo made symbolic become constants again", _specialise),
     GraphPass("find_attention", "every attention, in whatever way it is written", _find),
     GraphPass("prove_attention", "what each computes (mask, bias, scale, softcap, sinks), evaluated and compared", _prove),
-    GraphPass(
-        "latent_attention", "keys and values that are maps of one narrow row per token: only the row is kept", _latents, optional=True
-    ),
+    GraphPass("latent_attention", "keys and values that are maps of one narrow row per token: only the row is kept", _latents),
     GraphPass("replace_attention", "each becomes an op on pages", replace_layers),
     GraphPass("own_positions", "positions that the model counts itself become those of the batch", _positions),
-    GraphPass("experts", "layers of experts that are proved become one op each, most while the model is traced", _experts, optional=True),
-    GraphPass(
-        "scans",
-        "what recurrent layers do with their states becomes ops on slots, which read their operands where they lie",
-        _scans,
-        optional=True,
-    ),
-    GraphPass("complex_as_real", "products of complex numbers, as some rotations are, in real arithmetic", _complex, optional=True),
-    GraphPass("early_logits_gather", "after the last attention only the rows whose logits are wanted are computed", _gather, optional=True),
-    GraphPass("routing", "what stands between a router's logits and its experts becomes one op", _routing, optional=True),
-    GraphPass("merge_linears", "one matrix product for q, k and v, one for gate and up", _merge, optional=True),
-    GraphPass("linear_float32", "products in float32 of tensors in 16 bits, as routers have, without casts", _float32, optional=True),
-    GraphPass("gemv", "linears through an op that has a kernel for a single row", _gemv, optional=True),
+    GraphPass("experts", "layers of experts that are proved become one op each, most while the model is traced", _experts),
+    GraphPass("scans", "what recurrent layers do with their states becomes ops on slots, which read their operands where they lie", _scans),
+    GraphPass("complex_as_real", "products of complex numbers, as some rotations are, in real arithmetic", _complex),
+    GraphPass("early_logits_gather", "after the last attention only the rows whose logits are wanted are computed", _gather),
+    GraphPass("routing", "what stands between a router's logits and its experts becomes one op", _routing),
+    GraphPass("merge_linears", "one matrix product for q, k and v, one for gate and up", _merge),
+    GraphPass("linear_float32", "products in float32 of tensors in 16 bits, as routers have, without casts", _float32),
+    GraphPass("gemv", "linears through an op that has a kernel for a single row", _gemv),
 )
-assert tuple(each.name for each in PASSES if each.optional) == OPTIONAL
 
 
 def pass_table() -> list[tuple[str, str, str]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from torch import fx, nn
 
@@ -13,6 +13,7 @@ from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.read_values import ReadValues
 from paged_attn.passes.optimize.dense_experts import ChooseExperts
 from paged_attn.passes.optimize.linears.merge import Merge
+from paged_attn.passes.optional import OPTIONAL
 from paged_attn.passes.prove.attention import AttentionProof
 from paged_attn.passes.prove.dual_chunk import DualChunkProof
 from paged_attn.passes.prove.latent import LatentProof
@@ -36,34 +37,6 @@ class LayerReport:
     original_order: tuple[int, ...]
     op_node: str
     operands: tuple[Operand, ...] = ()
-
-
-@dataclass(frozen=True)
-class OptionalPasses:
-    """What makes a paged graph faster, each alone or all together; `pass_list.PASSES` says what each does.
-
-    Whoever runs a graph with `latent_attention` must have a backend with Feature.MLA, and with `merge_linears`, or with `experts` that are
-    stacked, merge weights: see `Rewrite.merges`.
-    """
-
-    latent_attention: bool = False
-    merge_linears: bool = False
-    early_logits_gather: bool = False
-    gemv: bool = False
-    experts: bool = False
-    routing: bool = False
-    scans: bool = False
-    complex_as_real: bool = False
-    linear_float32: bool = False
-
-    def without(self, names: Sequence[str]) -> OptionalPasses:
-        return replace(self, **dict.fromkeys(names, False))
-
-    def __contains__(self, name: str) -> bool:
-        return bool(getattr(self, name))
-
-
-NO_PASSES = OptionalPasses()
 
 
 @dataclass
@@ -132,10 +105,13 @@ class GraphPass:
         name: by which it is listed, timed, dumped and switched off.
         what: it does, in a line.
         run: changes the graph in place and says in words what it did; raises UnsupportedError or CallNotPaged if it can not.
-        optional: without it the graph is as right, and slower.
     """
 
     name: str
     what: str
     run: Callable[[fx.Graph, Facts], str]
-    optional: bool = False
+
+    @property
+    def optional(self) -> bool:
+        """Without it the graph is as right, and slower."""
+        return self.name in OPTIONAL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from paged_attn.passes.fx.graph_tools import copy_graph_module, same_values, wri
 from paged_attn.passes.fx.read_values import ReadValues
 from paged_attn.passes.optimize.dense_experts import ChooseExperts
 from paged_attn.passes.pass_list import PASSES
-from paged_attn.passes.report import NO_PASSES, Facts, OptionalPasses, Rewrite
+from paged_attn.passes.report import Facts, Rewrite
 
 logger = logging.getLogger("paged_attn")
 
@@ -26,14 +26,15 @@ def rewrite(
     example_inputs: Sequence[Any],
     model: nn.Module | None,
     limited: bool = False,
-    optional: OptionalPasses = NO_PASSES,
+    optional: Collection[str] = (),
     choose_experts: ChooseExperts | None = None,
 ) -> Rewrite:
     """Rewrite a copy of a Dynamo graph; `gm` itself stays as it is.
 
     Args:
         limited: see `find_call_form`.
-        optional: what else shall be done.
+        optional: names of `OPTIONAL` that run, too. Who runs a graph with `latent_attention` must have a backend with Feature.MLA, and with
+            `merge_linears`, or with `experts` that are stacked, merge weights: see `Rewrite.merges`.
         choose_experts: see `Facts`.
 
     Raises:
@@ -65,7 +66,7 @@ def rewrite(
     return result
 
 
-def _run_passes(graph: fx.Graph, facts: Facts, optional: OptionalPasses) -> None:
+def _run_passes(graph: fx.Graph, facts: Facts, optional: Collection[str]) -> None:
     dump = Dump("graph" if facts.model is None else type(facts.model).__name__)
     dump.write(graph, "traced")
     seconds = facts.result.seconds

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from paged_attn.compiled.steps_ahead import RunsWith
-from paged_attn.passes.report import NO_PASSES, OptionalPasses
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,8 @@ class CompileOptions:
         pdl: for engines only, as it pays in graphs: see `paged_attn.capture.inductor.pdl`.
         runs_with: for engines only: what steps will run with, so that kernels can be compiled before; it changes nothing in the graph.
         max_loras, max_lora_rank: for engines only: room for so many adapters of such a rank, and a graph with them beside that without.
-        passes: for engines only, as whoever calls the graph must merge weights, and give the rows whose logits are wanted as a tensor.
+        passes: for engines only, as whoever calls the graph must merge weights, and give the rows whose logits are wanted as a tensor;
+            names in the order of `OPTIONAL`, since the key of a cached graph holds them as they stand.
         experts_backend, scans_backend: for engines only: "auto" or a name of `paged_attn.backends.selection.experts`, or `.scans`.
         state_dtype: for engines only: "auto", or what recurrent states of a 16-bit model are kept in.
     """
@@ -29,7 +29,7 @@ class CompileOptions:
     inductor: bool | None = None
     self_check: bool = True
     pdl: bool = False
-    passes: OptionalPasses = NO_PASSES
+    passes: tuple[str, ...] = ()
     experts_backend: str = "auto"
     scans_backend: str = "auto"
     state_dtype: str = "auto"

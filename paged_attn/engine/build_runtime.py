@@ -43,7 +43,7 @@ from paged_attn.engine.steps.capture_specs import CaptureSettings
 from paged_attn.engine.steps.step_runner import StepRunner
 from paged_attn.engine.tracing.trace_model import only_device
 from paged_attn.parallel.local_model import is_cut, served_locally
-from paged_attn.passes.report import OptionalPasses
+from paged_attn.passes.optional import OPTIONAL
 from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.stopwatch import part
 
@@ -86,17 +86,14 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
 
                 LORA_KERNEL.use(lora_on_gpu)
                 LORA_UP_KERNEL.use(lora_up_on_gpu)
-        passes = OptionalPasses(
-            latent_attention=serves_latents(config.backend, only_device(model)),
-            experts=True,
-            routing=True,
-            scans=True,
-            complex_as_real=True,
-            linear_float32=not config.deterministic,  # which of its two products runs depends on the number of rows
-            merge_linears=bool(config.merge_linears),
-            early_logits_gather=config.early_logits_gather,
-            gemv=bool(config.gemv),
-        ).without(config.disable_passes)
+        on = {
+            "latent_attention": serves_latents(config.backend, only_device(model)),
+            "linear_float32": not config.deterministic,  # which of its two products runs depends on the number of rows
+            "merge_linears": config.merge_linears,
+            "early_logits_gather": config.early_logits_gather,
+            "gemv": config.gemv,
+        }
+        passes = tuple(name for name in OPTIONAL if on.get(name, True) and name not in config.disable_passes)
         runner = ModelRunner(model, replace(options, pdl=bool(config.pdl), passes=passes), config.follow_generate, probe)
     cut = [layer.spec.module for layer in runner.recurrent if is_cut(model, layer.module)]
     if ranks is not None and cut:

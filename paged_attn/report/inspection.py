@@ -23,7 +23,6 @@ from paged_attn.compiled.refusals import unwrapped_refusals
 from paged_attn.compiled_graph import CompiledGraph, recorded_graphs
 from paged_attn.dynamo_backend import add_graphs, graphs_of
 from paged_attn.passes.fx.model_facts import model_device, model_dtype
-from paged_attn.passes.report import NO_PASSES
 from paged_attn.recurrent.states import ContextWithStates, states_of
 from paged_attn.report.explanation import Explanation, GraphExplanation
 from paged_attn.report.page_groups import memory_lines
@@ -107,7 +106,7 @@ def _graphs(compiled: nn.Module) -> tuple[nn.Module, list[CompiledGraph]]:
     if compiled is model and getattr(model, "_compiled_call_impl", None) is None:
         from paged_attn.engine.runners.model_runner import ModelRunner
 
-        return model, [*graphs, ModelRunner(model, CompileOptions(passes=replace(NO_PASSES, scans=True))).compiled]
+        return model, [*graphs, ModelRunner(model, CompileOptions(passes=("scans",))).compiled]
     _trace(compiled, model)
     graphs = graphs_of(model)
     if not graphs:

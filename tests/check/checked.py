@@ -16,10 +16,9 @@ from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.hf.patch import Patched
-from paged_attn.passes.report import OptionalPasses
 from tests.check.planted import SPEC_ERRORS, Change, planted
 
-PASSES = OptionalPasses(merge_linears=True, early_logits_gather=True)
+PASSES = ("early_logits_gather", "merge_linears")
 
 
 class Traced:

@@ -28,7 +28,6 @@ from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.engine.sampling.sampling_state import SamplingState
-from paged_attn.passes.report import OptionalPasses
 from tests.attn_ops.radix_invariants import check_invariants, num_payloads
 from tests.tiny_models import VOCAB, build
 
@@ -44,7 +43,7 @@ def tiny(name: str = "qwen3") -> PreTrainedModel:
 
 @functools.cache
 def _runner(model: PreTrainedModel, scans: bool) -> ModelRunner:
-    return ModelRunner(model, CompileOptions(passes=OptionalPasses(scans=scans)))
+    return ModelRunner(model, CompileOptions(passes=("scans",) if scans else ()))
 
 
 def make_engine(model: PreTrainedModel | None = None, tokenizer: Any = None, **settings: Any) -> Engine:
@@ -61,7 +60,7 @@ def make_llm(model: PreTrainedModel | None = None, tokenizer: Any = None, **sett
 
 def one_capture() -> Any:
     """Engines made inside share one capture of each model, without optional passes but `scans`."""
-    return mock.patch.object(build_runtime, "ModelRunner", lambda model, options, *_: copy.copy(_runner(model, options.passes.scans)))
+    return mock.patch.object(build_runtime, "ModelRunner", lambda model, options, *_: copy.copy(_runner(model, "scans" in options.passes)))
 
 
 def random_prompts(seed: int, *lengths: int) -> list[list[int]]:

@@ -25,7 +25,6 @@ from paged_attn.engine import build_runtime
 from paged_attn.engine.runners import model_runner
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.graph_cache.entries import VARIABLE
-from paged_attn.passes.report import OptionalPasses
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
 from tests.zoo.build import build as build_type
@@ -48,7 +47,7 @@ def truth() -> tuple[list[list[int]], list[list[int]]]:
 
 @cache
 def _runner() -> ModelRunner:
-    return ModelRunner(tiny(), CompileOptions(passes=OptionalPasses(latent_attention=True)))
+    return ModelRunner(tiny(), CompileOptions(passes=("latent_attention",)))
 
 
 @contextmanager

@@ -28,12 +28,10 @@ from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.graph_cache.entries import VARIABLE, Entries
 from paged_attn.graph_cache.graph_data import graph_data
 from paged_attn.passes.optional import OPTIONAL
-from paged_attn.passes.report import OptionalPasses
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
 
-MERGED = OptionalPasses(**dict.fromkeys(OPTIONAL, True))  # as an engine runs them
-OPTIONS = CompileOptions(inductor=False, passes=MERGED)
+OPTIONS = CompileOptions(inductor=False, passes=OPTIONAL)  # as an engine runs them
 ROOT = Path(__file__).parents[2]
 
 
@@ -210,9 +208,9 @@ def test_nor_is_one_of_another_config(cache: Path, config: dict[str, Any]) -> No
 
 
 def test_settings_are_in_the_key(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_found(mistral(), CompileOptions(inductor=False, passes=MERGED))
+    assert is_found(mistral(), CompileOptions(inductor=False, passes=OPTIONAL))
     assert not is_found(mistral(), CompileOptions())
-    assert not is_found(mistral(), CompileOptions(passes=MERGED, inductor=True))
+    assert not is_found(mistral(), CompileOptions(passes=OPTIONAL, inductor=True))
     assert not is_found(mistral(), positions=False)
     with torch._dynamo.config.patch(specialize_float=True):
         assert not is_found(mistral())
@@ -302,7 +300,7 @@ def test_what_no_text_says_all_of_is_not_kept(cache: Path, said: Callable[[int],
 
 
 def test_without_a_self_check_or_a_cache_nothing_is_looked_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CachedGraphs.of(mistral(), CompileOptions(passes=MERGED, self_check=False), True) is None
+    assert CachedGraphs.of(mistral(), CompileOptions(passes=OPTIONAL, self_check=False), True) is None
     monkeypatch.setenv("PAGED_ATTN_CACHE", "none")
     assert CachedGraphs.of(mistral(), OPTIONS, True) is None
 

@@ -18,14 +18,13 @@ from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.graph_cache.entries import VARIABLE, _head
 from paged_attn.graph_cache.key import graph_key
 from paged_attn.passes.fx.graph_tools import dtype_of
-from paged_attn.passes.report import OptionalPasses
 from tests.graph_cache.test_cached_graphs import no_trace
 from tests.oracle import greedy, random_prompts
 from tests.recurrent_models import recurrent
 from tests.zoo.build import build
 
 NAME = "lfm2"
-OPTIONS = CompileOptions(inductor=False, passes=OptionalPasses(scans=True))
+OPTIONS = CompileOptions(inductor=False, passes=("scans",))
 
 
 @pytest.fixture(scope="module")

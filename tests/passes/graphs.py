@@ -6,7 +6,7 @@ inside the compile backend, where they run in production; `assert_ragged_equals_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.passes.fx.call_form import CallForm, CallNotPaged, find_call_form
 from paged_attn.passes.fx.graph_tools import copy_graph_module
-from paged_attn.passes.report import NO_PASSES, OptionalPasses, Rewrite
+from paged_attn.passes.report import Rewrite
 from paged_attn.passes.runner import rewrite
 
 VOCAB = 32
@@ -154,7 +154,7 @@ def rewrite_of(module: nn.Module, model: nn.Module | None = None, **how: Any) ->
 
 
 def assert_ragged_equals_alone(
-    module: nn.Module, lengths: Sequence[int] = (5, 24, 13), vocabulary: int = VOCAB, optional: OptionalPasses = NO_PASSES
+    module: nn.Module, lengths: Sequence[int] = (5, 24, 13), vocabulary: int = VOCAB, optional: Collection[str] = ()
 ) -> Rewrite:
     """Rewritten graph on packed prompts in two steps (with chunks) = the plain module on each prompt alone."""
 

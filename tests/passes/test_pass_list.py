@@ -29,6 +29,7 @@ def rewrite_of(model_type: str = "llama", make: Any = build, **settings: Any) ->
 
 def test_every_optional_pass_can_be_switched_off_by_its_name() -> None:
     assert set(DID) == set(OPTIONAL)
+    assert tuple(each.name for each in PASSES if each.optional) == OPTIONAL
     whole = rewrite_of("deepseek_v3", make=build_short)
     found = {did for did in DID.values() if getattr(whole, did)}
     assert found == {*DID.values()} - {"num_scans", "num_real", "num_float32"}

@@ -138,7 +138,7 @@ class ModelRunner:
 
         with as_served(self.model):
             self.recurrent, on_all = self._find_recurrent(inputs_of)
-            if options.passes.scans:
+            if "scans" in options.passes:
                 self.recurrent = with_ops(self.recurrent, options.scans_backend)
             self.recurrent = with_state_dtype(self.recurrent, options.state_dtype)
             if self.state_in_attributes:

@@ -86,14 +86,14 @@ def _capture_with_opaque_modules(
     """Modules whose forward branches on its data are called as one op each; custom ops that torch knows too little of run by themselves."""
     opaque: dict[type[nn.Module], str] = {}
     unknown: OpsWithoutFakes | None = None
-    loops, blocks = options.passes.experts, dict[str, str]()
+    loops, blocks = "experts" in options.passes, dict[str, str]()
 
     def inputs(length: int) -> dict[str, Any]:
         return trace_inputs(model, length, positions)
 
     while True:
         try:
-            experts = experts_as_ops(model, options.experts_backend) if options.passes.experts else nullcontext()
+            experts = experts_as_ops(model, options.experts_backend) if loops else nullcontext()
             looping = looping_experts_as_ops(model, inputs, options.experts_backend) if loops else nullcontext(dict[str, str]())
             fakes = unknown.told() if unknown else nullcontext()
             with as_served(model), experts, looping as blocks, modules_as_ops(model, opaque, inputs), fakes, on_all_tokens(model, on_all):

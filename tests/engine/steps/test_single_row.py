@@ -21,7 +21,6 @@ from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.engine.steps.one_row_check import check_one_row
-from paged_attn.passes.report import OptionalPasses
 from paged_attn.report.explanation import besides
 from tests.capture.tape import TapeRecorder
 from tests.engine.models import oracle, random_prompts, run_all, tiny
@@ -135,7 +134,7 @@ class TestWhereOneRowIsNotWhatMoreAre:
 @pytest.mark.usefixtures("traced_anew")
 def test_compiled_pieces_run_one_row() -> None:
     """Inductor compiled them for two rows and more."""
-    options = CompileOptions(inductor=True, passes=OptionalPasses(merge_linears=True, early_logits_gather=True, gemv=True))
+    options = CompileOptions(inductor=True, passes=("early_logits_gather", "merge_linears", "gemv"))
     runner = ModelRunner(build("llama", tie_word_embeddings=False), options)
     pool = KVPool(runner.layers, 2, 4, runner.dtype)
     backend = select_for_pool("torch_native", pool, runner.dtype).backend

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.specs.latent import HeadRows, LatentSpec
-from paged_attn.passes.report import OptionalPasses, Rewrite
+from paged_attn.passes.report import Rewrite
 from tests.passes.graphs import VOCAB, assert_ragged_equals_alone
 
 HEADS, RANK, SHARED, NOPE, VALUE = 4, 12, 4, 8, 6
-LATENTS = OptionalPasses(latent_attention=True)
+LATENTS = ("latent_attention",)
 KeysAndValues = tuple[Tensor, Tensor]
 
 
