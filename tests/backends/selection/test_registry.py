@@ -1,10 +1,8 @@
 """Backends through entry points: ours, a third party's, and two of one name."""
 
 import sys
-import tomllib
 import types
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import pytest
 import torch
@@ -55,14 +53,6 @@ def install(monkeypatch):
     monkeypatch.setattr(registry, "_of_this_process", {})
     yield set_entries
     registry._entry_points.cache_clear()
-
-
-def test_the_package_registers_its_own():
-    """pyproject's entry points, which are the environment's, and the table for checkouts without metadata agree."""
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"][GROUP] == BUILT_IN
-    installed = {entry.name: entry.value for entry in registry.entry_points(group=GROUP)}
-    assert BUILT_IN.items() <= installed.items()
 
 
 def test_built_in_without_any_metadata(install):
