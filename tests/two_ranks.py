@@ -142,7 +142,7 @@ def windows(name: str, compiled: bool) -> dict[str, Any]:
         return {
             "runs": runs, "keeps": [group.keeps.describe() for group in pool.groups], "pool heads": pool.key(0).shape[2],
             "frames": pool.num_pages, "given back": given_back, "table": kv.frames.tolist(), "steps": llm.engine.stats.steps,
-            "preemptions": llm.engine.scheduler.num_preemptions,
+            "preemptions": llm.engine.scheduler.stats.preemptions,
         }  # fmt: skip
 
 

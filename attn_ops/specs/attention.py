@@ -80,11 +80,6 @@ class AttentionSpec:
         return self.num_kv_heads * (self.qk_head_dim + self.v_head_dim)
 
     @property
-    def output_dim(self) -> int:
-        """Width of a head of the layer's output."""
-        return self.v_head_dim
-
-    @property
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads

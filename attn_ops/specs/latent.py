@@ -57,10 +57,6 @@ class LatentSpec(AttentionSpec):
         return self.qk_head_dim
 
     @property
-    def output_dim(self) -> int:
-        return self.value_dim
-
-    @property
     def expanded(self) -> AttentionSpec:
         """The model's own attention, over keys and values that are made of the rows."""
         return AttentionSpec(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-SCORES = ("none", "softmax", "sigmoid")
+Score = Literal["none", "softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,8 @@ class Routing:
 
     Attributes:
         top_k: experts of a token.
-        score: of an expert, from the token's logits, in float32; a name in SCORES.
-        after: what the scores of the chosen ones become: "none", "softmax" among them, or "sigmoid" of each.
+        score: of an expert, from the token's logits, in float32.
+        after: what the scores of the chosen ones become, "softmax" among them alone.
         groups: experts lie in so many groups, and only those of the best groups are chosen from; 1: from all.
         top_groups: groups that are chosen.
         group_best: a group is worth the sum of so many of its best experts.
@@ -28,8 +29,8 @@ class Routing:
     """
 
     top_k: int
-    score: str = "softmax"
-    after: str = "none"
+    score: Score = "softmax"
+    after: Score = "none"
     groups: int = 1
     top_groups: int = 1
     group_best: int = 1
@@ -44,8 +45,7 @@ class Routing:
         groups = f" in the best {self.top_groups} of {self.groups} groups" if self.groups > 1 else ""
         after = "" if self.after == "none" else f", {self.after} of the chosen"
         scale = f", times {self.scale:g}" if self.scale != 1 else ""
-        score = "logits" if self.score == "none" else self.score
-        score += " in the type of the logits" * self.rounded
+        score = ("logits" if self.score == "none" else self.score) + " in the type of the logits" * self.rounded
         return f"top {self.top_k} of {score}{groups}{after}{', renormalised' * self.renormalise}{scale}"
 
     def __call__(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

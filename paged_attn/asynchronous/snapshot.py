@@ -56,6 +56,6 @@ class EngineSnapshot:
             pool_bytes=pool.nbytes, state_bytes=engine.budget.state_bytes,
             tokens_without_state=scheduler.stats.prompt_tokens_without_state,
             prompt_tokens=stats.prompt_tokens, cached_tokens=stats.cached_tokens, new_tokens=stats.new_tokens,
-            preemptions=scheduler.num_preemptions, waiting_of=dict(scheduler.waiting.count_of),
+            preemptions=scheduler.stats.preemptions, waiting_of=dict(scheduler.waiting.count_of),
             pages_of=kv.use_by_retention(pool.page_elements * pool.dtype.itemsize),
         )  # fmt: skip

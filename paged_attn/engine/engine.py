@@ -283,7 +283,6 @@ class Engine:
         none while there is work. An exception from the model leaves every request as it was before the step; events that were due come
         with the next call.
         """
-        started, waited = time.perf_counter(), self.stats.model_seconds
         self._steps_since_look += 1
         is_due = self._look_is_due and self._steps_since_look > STEPS_BETWEEN
         if is_due or (self.watch is not None and self.watch.may_be_stale()):
@@ -298,7 +297,6 @@ class Engine:
         self._collect(1 if may_overlap else 0)
         launched = self._launch()
         self._collect(1 if launched and self.overlaps else 0)
-        self.stats.host_seconds += time.perf_counter() - started - (self.stats.model_seconds - waited)
         return self.due_events()
 
     @in_plain_modes

@@ -17,11 +17,10 @@ from paged_attn.engine.token_events import TokenEvents
 
 @dataclass
 class EngineStats:
-    """Counters; seconds are wall time: in the model or waiting for it, and all else in `step`."""
+    """Counters; seconds are wall time, in the model or waiting for it."""
 
     steps: int = 0
     model_seconds: float = 0.0
-    host_seconds: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.attn_ops.ops.routing import ROUTE
-from paged_attn.attn_ops.specs.routing import Routing
+from paged_attn.attn_ops.specs.routing import Routing, Score
 from paged_attn.passes.fx.call_form import Values
 from paged_attn.passes.fx.graph_tools import (
     behind_views,
@@ -185,8 +185,9 @@ def _candidates(region: RouterRegion) -> Iterator[Routing]:
     top_k = int(value_of(region.ids).shape[-1])
     experts = int(value_of(region.logits).shape[1])
     literals = set(_literals(region.nodes))
-    scores = [("none", "none")]
-    for score in ("softmax", "sigmoid"):
+    scores: list[tuple[Score, Score]] = [("none", "none")]
+    kinds: tuple[Score, ...] = ("softmax", "sigmoid")
+    for score in kinds:
         if any(score in name for name in names):
             scores += [(score, "none"), ("none", score)]
     scales = [1.0, *sorted(number for number in literals if number > 0 and number != 1.0)]

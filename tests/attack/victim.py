@@ -113,7 +113,7 @@ class Victim:
             "files": process.num_fds(), "children": len(process.children(recursive=True)), "rss": process.memory_info().rss,
             "rss of children": sum(child.memory_info().rss for child in process.children(recursive=True)),
             "failed steps": self.faults.injected, **{f"failed {what}": count for what, count in self.injected.items()},
-            "steps": engine.stats.steps, "new tokens": engine.stats.new_tokens, "preemptions": engine.scheduler.num_preemptions,
+            "steps": engine.stats.steps, "new tokens": engine.stats.new_tokens, "preemptions": engine.scheduler.stats.preemptions,
         }  # fmt: skip
 
 

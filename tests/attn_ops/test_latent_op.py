@@ -92,7 +92,7 @@ def test_weights_are_read_where_they_lie() -> None:
 
 def test_words() -> None:
     assert V2_LITE.describe() == "16 heads of one latent of 512 + 64 rotated, dim 192/128, causal, scale 0.1147"
-    assert (V2_LITE.output_dim, V2_LITE.kv_elements, V2_LITE.rank, V2_LITE.by_backend) == (128, 576, 512, True)
+    assert (V2_LITE.value_dim, V2_LITE.kv_elements, V2_LITE.rank, V2_LITE.by_backend) == (128, 576, 512, True)
 
 
 def test_a_part_of_a_batch_is_what_would_be_built_of_its_requests() -> None:

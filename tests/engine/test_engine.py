@@ -54,7 +54,7 @@ def test_statistics_add_up() -> None:
     run_all(engine)
     stats = engine.stats
     assert (stats.prompt_tokens, stats.cached_tokens, stats.new_tokens) == (6 + 19 + 11 + 3 + 3, 16, 60)
-    assert stats.steps > 12 and stats.model_seconds > 0 and stats.host_seconds > 0
+    assert stats.steps > 12 and stats.model_seconds > 0
     stats.reset()
     assert stats == EngineStats()
     engine.add_request(PROMPTS[1], GREEDY)
@@ -125,7 +125,7 @@ def test_preempted_requests_say_the_same(name: str, max_batch_tokens: int, prefi
     llm = make_llm(tiny(name), num_pages=14, max_batch_tokens=max_batch_tokens, prefix_cache=prefix_cache)
     prompts = random_prompts(1, 5, 8, 3, 11, 7)
     results = llm.generate(prompts, SamplingParams(max_new_tokens=24))
-    assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.scheduler.stats.preemptions > 0
     assert [r.token_ids for r in results] == [oracle(p, 24, tiny(name)) for p in prompts]
     close(llm.engine)
 
@@ -135,7 +135,7 @@ def test_preemption_does_not_change_what_a_seed_draws() -> None:
     params = [SamplingParams(max_new_tokens=24, temperature=0.8, seed=i, repetition_penalty=1.2, logprobs=1) for i in range(5)]
     roomy, tight = make_llm(num_pages=400), make_llm(num_pages=14)
     expected, got = ([c.token_ids for c in llm.generate(prompts, params)] for llm in (roomy, tight))
-    assert roomy.engine.scheduler.num_preemptions == 0 < tight.engine.scheduler.num_preemptions
+    assert roomy.engine.scheduler.stats.preemptions == 0 < tight.engine.scheduler.stats.preemptions
     assert got == expected != [oracle(p, 24) for p in prompts]
     close(tight.engine)
 
@@ -144,7 +144,7 @@ def test_preemption_shows_every_token_once() -> None:
     llm = make_llm(num_pages=14, tokenizer=tokenizer())
     prompts = random_prompts(3, 5, 8, 3, 11, 7)
     events = list(llm.stream(prompts, SamplingParams(max_new_tokens=24)))
-    assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.scheduler.stats.preemptions > 0
     for i, prompt in enumerate(prompts):
         assert [e.token_id for e in events if e.index == i] == oracle(prompt, 24)
         assert "".join(e.text for e in events if e.index == i) == tokenizer().decode(oracle(prompt, 24))
@@ -153,7 +153,7 @@ def test_preemption_shows_every_token_once() -> None:
 def test_a_cancelled_preempted_request_leaves_nothing() -> None:
     engine = make_engine(num_pages=14)
     requests = [engine.add_request(p, SamplingParams(max_new_tokens=24)) for p in random_prompts(1, 5, 8, 3, 11, 7)]
-    while not engine.scheduler.num_preemptions:
+    while not engine.scheduler.stats.preemptions:
         engine.step()
     preempted = next(r for r in requests if r.num_sampled and r in engine.scheduler.waiting)
     assert engine.cancel(preempted.id)
@@ -223,6 +223,6 @@ def test_a_full_cache_makes_room_by_eviction_and_not_by_preemption() -> None:
     for prompt in [*prompts, *prompts]:
         assert llm.generate(prompt, GREEDY)[0].token_ids == oracle(prompt)
         assert_idle(llm.engine)
-    assert llm.engine.scheduler.num_preemptions == 0
+    assert llm.engine.scheduler.stats.preemptions == 0
     assert llm.generate(prompts[-1], GREEDY)[0].cached_tokens == 16, "the last one used is still there"
     close(llm.engine)

@@ -41,5 +41,5 @@ def test_preempted_requests_start_again() -> None:
     model, expected = model_and_tokens("kimi_linear")
     llm = make_llm(model, page_size=4, num_pages=23, max_batch_tokens=16)
     assert [c.token_ids for c in llm.generate(PROMPTS, SamplingParams(max_new_tokens=NEW))] == expected
-    assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.scheduler.stats.preemptions > 0
     assert_idle(llm.engine)

@@ -74,7 +74,7 @@ def test_preempted_requests_start_again(name: str) -> None:
     llm = make_llm(recurrent(name), page_size=4, num_pages=23, max_batch_tokens=16)
     poison_freed_slots(llm.engine)
     assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == expected(name)
-    assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.scheduler.stats.preemptions > 0
     assert_idle(llm.engine)
 
 

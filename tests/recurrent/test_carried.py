@@ -69,7 +69,7 @@ def test_tokens_are_the_models_own(name: str, settings: dict[str, Any]) -> None:
         if run == "warm" and "num_pages" not in settings:
             pages = settings["page_size"]
             assert [each.cached_tokens for each in got] == [(len(prompt) - 1) // pages * pages for prompt in PROMPTS]
-    assert llm.engine.scheduler.num_preemptions > 0 or "num_pages" not in settings
+    assert llm.engine.scheduler.stats.preemptions > 0 or "num_pages" not in settings
     assert_idle(llm.engine)
     assert [greedy(served(name), PROMPTS[2], 12)] == expected(name)[2:3], "the model itself is what it was"
 

@@ -72,7 +72,7 @@ def test_a_request_that_runs_but_was_not_in_the_step_that_failed_goes_on() -> No
         run, failed = running.engine.steps.run, threading.Event()
 
         def failing(*args: Any) -> Any:
-            if running.engine.scheduler.num_preemptions and not failed.is_set():
+            if running.engine.scheduler.stats.preemptions and not failed.is_set():
                 failed.set()
                 raise RuntimeError("the device coughed")
             return run(*args)

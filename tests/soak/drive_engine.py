@@ -162,7 +162,7 @@ def engine_counts(engine: Engine) -> Counter[str]:
     return Counter(
         {
             "steps": stats.steps, "new tokens": stats.new_tokens, "prompt tokens": stats.prompt_tokens,
-            "cached tokens": stats.cached_tokens, "preemptions": engine.scheduler.num_preemptions,
+            "cached tokens": stats.cached_tokens, "preemptions": engine.scheduler.stats.preemptions,
         }
     )  # fmt: skip
 

@@ -27,7 +27,7 @@ def spec_features(specs: Sequence[Any]) -> list[str]:
         "ALiBi": lambda s: s.alibi_slopes is not None,
         "bias by distance": lambda s: s.bias_index == "distance",
         "bias by key": lambda s: s.bias_index == "key",
-        "unequal dims": lambda s: _qk_dim(s) != s.output_dim,
+        "unequal dims": lambda s: _qk_dim(s) != (s.value_dim if isinstance(s, LatentSpec) else s.v_head_dim),
         "odd scale": lambda s: abs(s.scale * _qk_dim(s) ** 0.5 - 1) > 1e-3,
         "bidirectional": lambda s: not s.causal,
     }

@@ -13,7 +13,6 @@ import torch
 logger = logging.getLogger("paged_attn")
 
 MIN_WORKSPACE = 128 << 20
-WRAPPER_BYTES = 8 << 20  # each wrapper allocates them, on the device and pinned on the host
 SLOTS = 3  # steps that the host may be ahead of the device before it waits
 SECONDS = {"decode": 25, "fa3": 94}  # to compile, measured on the H200 host
 _announced: set[tuple[str, tuple[str, ...]]] = set()
@@ -91,12 +90,6 @@ class WrapperPool:
             if buffer is None or buffer.numel() < size:
                 buffer = self._workspaces[key] = torch.zeros(max(size, MIN_WORKSPACE), dtype=torch.uint8, device=device)
             return buffer
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory of the float workspaces, and of the wrappers' own."""
-        wrappers = sum(map(len, self._slots.values()))
-        return sum(buffer.numel() for buffer in self._workspaces.values()) + wrappers * WRAPPER_BYTES
 
 
 def announce(kernel: str, *words: str) -> None:

@@ -86,10 +86,6 @@ class Scheduler:
         self._blocked: tuple[Request, int] | None = None  # who could not be admitted for want of pages, and `kv.version` then
         self._looks_since = 0  # how often it was that one's turn since then
 
-    @property
-    def num_preemptions(self) -> int:
-        return self.stats.preemptions
-
     def schedule(self, drained: bool = True) -> ScheduledStep:
         """The next step, by priority and arrival with decodes first, those with a common prefix next to each other; pages are reserved.
 

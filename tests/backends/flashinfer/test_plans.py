@@ -76,10 +76,11 @@ def test_a_wrapper_is_not_planned_again_before_the_device_has_its_plan(monkeypat
     assert step() is ahead[0] and ahead[0]._copied.waits == 1 and ahead[2]._copied.waits == 0
 
 
-def test_bytes_of_wrappers_that_live(backend):
+def test_plans_that_live_have_wrappers_of_their_own_and_one_workspace(backend):
     case = make_case(LEADING)
     plans = [backend.plan(case.batch, case.pool) for _ in range(8)]  # all alive: 4 wrappers each
-    assert backend.wrappers.num_bytes == wrappers.MIN_WORKSPACE + 4 * len(plans) * (8 << 20)
+    assert sum(map(len, backend.wrappers._slots.values())) == 4 * len(plans)
+    assert [buffer.numel() for buffer in backend.wrappers._workspaces.values()] == [wrappers.MIN_WORKSPACE]
 
 
 def test_a_plan_owns_its_wrappers():
@@ -98,7 +99,7 @@ def test_a_plan_owns_its_wrappers():
 def test_a_workspace_is_shared_until_it_is_too_small():
     pool, device = WrapperPool(), torch.device("cpu")
     small = pool.workspace(device, 10)
-    assert small.numel() == pool.num_bytes == wrappers.MIN_WORKSPACE and pool.workspace(device, 20) is small
+    assert small.numel() == wrappers.MIN_WORKSPACE and pool.workspace(device, 20) is small
     assert pool.workspace(device, small.numel() + 1).numel() == small.numel() + 1
 
 

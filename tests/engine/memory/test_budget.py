@@ -187,7 +187,7 @@ def test_more_requests_run_at_once_in_the_same_memory(name: str, before: int, af
     prompts = random_prompts((60,) * 64, seed=3)
     requests = [engine.add_request(prompt, SamplingParams(max_new_tokens=40)) for prompt in prompts]
     assert most_running(engine) == after > before
-    assert (engine.scheduler.num_preemptions > 10) == bool(engine.pool.nbytes)
+    assert (engine.scheduler.stats.preemptions > 10) == bool(engine.pool.nbytes)
     for request, prompt in list(zip(requests, prompts, strict=True))[::7]:
         assert request.output_token_ids == oracle(prompt, 40, recurrent(name))
     assert_idle(engine)

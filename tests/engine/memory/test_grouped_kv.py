@@ -90,7 +90,7 @@ def most_without_preemption(make: type[World]) -> int:
             world.add([1 + (index + position) % 2 for position in range(40)], 60)
         while world.requests:
             world.step()
-        if world.scheduler.num_preemptions:
+        if world.scheduler.stats.preemptions:
             return count - 1
     raise AssertionError("nothing was ever preempted")
 

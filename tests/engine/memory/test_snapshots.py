@@ -261,7 +261,7 @@ def test_a_preempted_request_goes_on_from_a_snapshot(page_size: int) -> None:
             engine.scheduler.preempt(next(iter(engine.scheduler.running)))
     run_all(engine)
     assert [r.output_token_ids for r in requests] == [oracle(STEM + tail, NEW, recurrent(HYBRID)) for tail in TAILS]
-    assert engine.scheduler.num_preemptions > 3
+    assert engine.scheduler.stats.preemptions > 3
     check_invariants(engine.kv.tree)  # type: ignore[union-attr]
     assert_idle(engine)
 

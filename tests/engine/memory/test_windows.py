@@ -70,7 +70,7 @@ def test_tokens_are_the_models_own_under_a_tight_pool(name: str, overlap: bool) 
     given_back = poison(engine)
     for _ in range(2):
         assert tokens_of(engine, PROMPTS) == [oracle(prompt, NEW, model) for prompt in PROMPTS]
-    assert sum(given_back) and (engine.scheduler.num_preemptions or name == "mistral"), "windows alone do not grow"
+    assert sum(given_back) and (engine.scheduler.stats.preemptions or name == "mistral"), "windows alone do not grow"
     before = engine.stats.cached_tokens
     for _ in range(2):
         assert tokens_of(engine, PROMPTS[:1]) == [oracle(PROMPTS[0], NEW, model)]
@@ -150,14 +150,14 @@ def test_a_step_that_is_taken_back_does_not_miss_what_was_given_back(monkeypatch
 
     def failing(self: SamplerOutput) -> Any:
         if not failed:
-            failed.append(engine.scheduler.num_preemptions)
+            failed.append(engine.scheduler.stats.preemptions)
             engine.kv.give_back(to_start=False)  # type: ignore[attr-defined]
             raise RuntimeError("the device is gone")
         return wait(self)
 
     monkeypatch.setattr(SamplerOutput, "wait", failing)
     _, raised = run_past_errors(engine)
-    assert raised == 1 and engine.scheduler.num_preemptions > failed[0]
+    assert raised == 1 and engine.scheduler.stats.preemptions > failed[0]
     assert [request.output_token_ids for request in requests] == [oracle(prompt, NEW, model) for prompt in PROMPTS]
 
 

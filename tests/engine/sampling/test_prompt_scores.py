@@ -153,7 +153,7 @@ def test_preempted_in_the_middle_of_a_prompt(overlap: bool) -> None:
         engine.step()
     urgent = [engine.add_request(p, SamplingParams(max_new_tokens=12)) for p in others]
     run_all(engine)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.stats.preemptions > 0
     assert_scored(tiny(), Completion.of(scored), 2)
     assert scored.output_token_ids == oracle(long, 6) and [r.output_token_ids for r in urgent] == [oracle(p, 12) for p in others]
     assert_idle(engine)

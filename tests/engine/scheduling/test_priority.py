@@ -57,7 +57,7 @@ def test_pages_that_a_victim_has_in_the_cache_count_as_what_it_gives(prefix_cach
     ended = []
     while engine.has_work:
         ended += [event.request_id for event in engine.step() if event.finish_reason]
-    assert ended == [urgent.id, patient.id] and engine.scheduler.num_preemptions == 1
+    assert ended == [urgent.id, patient.id] and engine.scheduler.stats.preemptions == 1
     assert patient.output_token_ids == oracle(prompts[0], 14) and urgent.output_token_ids == oracle(prompts[1], 2)
 
 
@@ -72,7 +72,7 @@ def test_what_lies_behind_a_victims_window_is_not_counted_twice() -> None:
     (large,) = arrive(scheduler, 76, priority=0)
     for _ in range(6):
         run(each(scheduler.schedule()))
-    assert list(scheduler.running) == [urgent, patient] and scheduler.num_preemptions == 0 and list(scheduler.waiting) == [large]
+    assert list(scheduler.running) == [urgent, patient] and scheduler.stats.preemptions == 0 and list(scheduler.waiting) == [large]
 
 
 def test_the_state_of_a_victim_gives_its_slot() -> None:
@@ -95,4 +95,4 @@ def test_the_state_of_a_victim_gives_its_slot() -> None:
     step()
     (urgent,) = arrive(scheduler, 3, tokens=[77] * 3, priority=0)
     step()
-    assert urgent in scheduler.running and patient not in scheduler.running and scheduler.num_preemptions == 1
+    assert urgent in scheduler.running and patient not in scheduler.running and scheduler.stats.preemptions == 1

@@ -80,7 +80,7 @@ def test_when_pages_run_out_the_newest_is_preempted_and_waits_at_its_old_place()
     run(each(scheduler.schedule()))
     assert list(scheduler.running) == [old, middle, new]
     scheduled = each(scheduler.schedule())  # the oldest needs its second page
-    assert [s.request for s in scheduled] == [old, middle] and scheduler.num_preemptions == 1
+    assert [s.request for s in scheduled] == [old, middle] and scheduler.stats.preemptions == 1
     assert list(scheduler.running) == [old, middle] and list(scheduler.waiting) == [new, late]
     assert (list(new.pages), new.num_cached, len(new.tokens), new.num_sampled) == ([], 0, 4, 1), "its tokens stay"
     run(scheduled)
@@ -148,12 +148,12 @@ def test_nothing_is_preempted_while_a_step_is_under_way() -> None:
     launch(each(scheduler.schedule()))
     scheduled = each(scheduler.schedule(drained=False))
     assert [s.request for s in scheduled] == [middle, new] and scheduler.wants_drain, "the oldest lacks a page"
-    assert list(scheduler.running) == [old, middle, new] and list(scheduler.waiting) == [late] and not scheduler.num_preemptions
+    assert list(scheduler.running) == [old, middle, new] and list(scheduler.waiting) == [late] and not scheduler.stats.preemptions
     with pytest.raises(AssertionError, match="collect the step"):
         scheduler.preempt(new)
     collect(old, middle, new)
     scheduled = each(scheduler.schedule())
-    assert [s.request for s in scheduled] == [old, middle] and scheduler.num_preemptions == 1 and not scheduler.wants_drain
+    assert [s.request for s in scheduled] == [old, middle] and scheduler.stats.preemptions == 1 and not scheduler.wants_drain
 
 
 def test_a_waiting_request_whose_token_is_under_way_is_not_admitted_before_it_has_come() -> None:

@@ -44,7 +44,7 @@ def test_pages_are_taken_from_the_least_urgent_then_the_newest() -> None:
     run(each(scheduler.schedule()))
     assert list(scheduler.running) == [urgent, old, new, idle]
     scheduled = each(scheduler.schedule())  # three need their second page
-    assert [s.request for s in scheduled] == [urgent, old] and scheduler.num_preemptions == 2
+    assert [s.request for s in scheduled] == [urgent, old] and scheduler.stats.preemptions == 2
     assert list(scheduler.waiting) == [new, idle]
 
 
@@ -54,7 +54,7 @@ def test_a_more_urgent_request_takes_the_place_of_a_less_urgent_one() -> None:
     run(each(scheduler.schedule()))
     equal, urgent = arrive(scheduler, 2, priority=1)[0], arrive(scheduler, 2, priority=0)[0]
     scheduled = each(scheduler.schedule())
-    assert [s.request for s in scheduled] == [first, urgent] and scheduler.num_preemptions == 1
+    assert [s.request for s in scheduled] == [first, urgent] and scheduler.stats.preemptions == 1
     assert list(scheduler.waiting) == [second, equal], "equals do not push each other out"
     run(scheduled)
     scheduler.remove(urgent, share=False)
@@ -68,11 +68,11 @@ def test_pages_of_less_urgent_ones_are_taken_for_an_urgent_one_only_if_they_suff
     (huge,) = arrive(scheduler, 28)  # 7 pages: not even with those of both
     for _ in range(2):
         each(scheduler.schedule())
-    assert scheduler.num_preemptions == 0 and list(scheduler.waiting) == [huge]
+    assert scheduler.stats.preemptions == 0 and list(scheduler.waiting) == [huge]
     scheduler.remove(huge, share=False)
     (large,) = arrive(scheduler, 12)  # 3 pages: with those of the least urgent
     each(scheduler.schedule(drained=False))
-    assert scheduler.wants_drain and scheduler.num_preemptions == 0
+    assert scheduler.wants_drain and scheduler.stats.preemptions == 0
     scheduled = each(scheduler.schedule())
     assert [s.request for s in scheduled] == [equal, idle, large]
     assert list(scheduler.running) == [equal, large, idle] and list(scheduler.waiting) == [idler]
@@ -386,7 +386,7 @@ def test_statistics_count_each_request_once() -> None:
     assert (stats.admitted, stats.prompt_tokens, stats.prompt_tokens_cached) == (3, 30, 8) and stats.hit_rate == 8 / 30
     scheduler.preempt(third)
     run(each(scheduler.schedule()))
-    assert (stats.admitted, stats.preemptions, scheduler.num_preemptions) == (3, 1, 1) and list(scheduler.running) == [second, third]
+    assert (stats.admitted, stats.preemptions, scheduler.stats.preemptions) == (3, 1, 1) and list(scheduler.running) == [second, third]
     assert 0 < stats.longest_queue_seconds <= stats.queue_seconds <= 3 * stats.longest_queue_seconds
 
 

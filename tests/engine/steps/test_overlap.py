@@ -155,7 +155,7 @@ def test_preemption_waits_for_what_is_under_way(prefix_cache: bool, monkeypatch:
     monkeypatch.setattr(engine.scheduler, "preempt", preempting)
     requests = [engine.add_request(p, GREEDY) for p in PROMPTS]
     run_all(engine)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.stats.preemptions > 0
     assert [r.output_token_ids for r in requests] == [oracle(p) for p in PROMPTS]
     assert_idle(engine)
 
@@ -284,7 +284,7 @@ def test_penalties_logprobs_and_seeds_come_out_as_without_overlap() -> None:
         engine = make_engine(overlap=overlap, num_pages=20, max_batch_tokens=16)
         requests = [engine.add_request(p, SamplingParams(max_new_tokens=16, **s)) for p, s in zip(PROMPTS, settings, strict=True)]
         run_all(engine)
-        assert engine.scheduler.num_preemptions > 0
+        assert engine.scheduler.stats.preemptions > 0
         outputs.append([r.output_token_ids for r in requests])
         logprobs = requests[0].known[3].top_logprobs
         assert logprobs is not None and len(logprobs) == 2 and requests[1].known[2].logprob is not None

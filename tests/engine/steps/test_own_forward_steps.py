@@ -92,7 +92,7 @@ def test_tokens_are_the_models_own_in_full_graphs(name: str) -> None:
 def test_who_is_preempted_goes_on(name: str) -> None:
     engine = engine_of(name, num_pages=13, page_size=4)
     assert tokens_of(engine) == cut(expected(name))
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.stats.preemptions > 0
     assert_idle(engine)
 
 
