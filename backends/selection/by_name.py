@@ -1,21 +1,47 @@
-"""What the lists of our own backends of an op have in common: an object by its name, and the words for those that were not taken."""
+"""What the lists of our own backends of an op have in common: one by its name, why it does not fit, and words for those not taken."""
 
 from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from paged_attn.backends.needs import Needs
+from paged_attn.backends.selection.packages import unmet_requirements
 
 
-def made_by_name(setting: str, targets: Mapping[str, str], name: str) -> Any:
-    """An object of the class "module:Class" that stands in `targets` under a name; its module is imported now.
+class _Fits(Protocol):
+    needs: ClassVar[Needs]
 
-    Raises:
-        ValueError: an unknown name; the message has the setting and the known ones.
-    """
-    if name not in targets:
-        raise ValueError(f"unknown {setting} {name!r}; known are 'auto', {', '.join(map(repr, targets))}")
-    return pkgutil.resolve_name(targets[name])()
+    def unmet(self, problem: Any) -> list[str]: ...
+
+
+B = TypeVar("B", bound=_Fits)
+P = TypeVar("P")
+
+
+class OurBackends(Generic[B, P]):
+    """Those of an op, by their names in `targets`, as "module:Class"; `setting` names one of them. One object serves all layers."""
+
+    def __init__(self, setting: str, targets: Mapping[str, str]) -> None:
+        self._setting, self._targets, self._made = setting, targets, dict[str, B]()
+
+    def __call__(self, name: str) -> B:
+        """The backend of that name; its module is imported now.
+
+        Raises:
+            ValueError: an unknown name; the message has the setting and the known ones.
+        """
+        if name not in self._targets:
+            raise ValueError(f"unknown {self._setting} {name!r}; known are 'auto', {', '.join(map(repr, self._targets))}")
+        if name not in self._made:
+            self._made[name] = pkgutil.resolve_name(self._targets[name])()
+        return self._made[name]
+
+    def reasons_against(self, name: str, problem: P) -> list[str]:
+        """Everything that speaks against a backend, missing packages included; empty if it fits."""
+        backend = self(name)
+        return [*backend.unmet(problem), *unmet_requirements(backend.needs.requirements)]
 
 
 def not_taken(rejected: Mapping[str, str]) -> str:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import cache
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem
-from paged_attn.backends.selection.by_name import made_by_name, not_taken
-from paged_attn.backends.selection.packages import unmet_requirements
+from paged_attn.backends.selection.by_name import OurBackends, not_taken
 
 logger = logging.getLogger("paged_attn")
 BUILT_IN = {
@@ -21,6 +19,8 @@ BUILT_IN = {
 }
 # "auto" takes the first that fits. On a CPU torch's grouped products are a loop of its own, over all experts.
 ORDER = {"cpu": ("one_by_one", "grouped_mm"), "": ("triton", "grouped_mm", "one_by_one")}
+experts_backend = OurBackends[ExpertsBackend, ExpertsProblem]("experts_backend", BUILT_IN)
+reasons_against = experts_backend.reasons_against
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,6 @@ class ExpertsSelection:
 
     def describe(self) -> str:
         return self.name + not_taken(self.rejected)
-
-
-@cache
-def experts_backend(name: str) -> ExpertsBackend:
-    """The backend of that name.
-
-    Raises:
-        ValueError: an unknown name; the message lists the known ones.
-    """
-    backend: ExpertsBackend = made_by_name("experts_backend", BUILT_IN, name)
-    return backend
-
-
-def reasons_against(name: str, problem: ExpertsProblem) -> list[str]:
-    """Everything that speaks against a backend, missing packages included; empty if it fits."""
-    backend = experts_backend(name)
-    return [*backend.unmet(problem), *unmet_requirements(backend.needs.requirements)]
 
 
 def select_experts(name: str, problem: ExpertsProblem) -> ExpertsSelection:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from paged_attn.backends.attention.capabilities import ANY_SIZE, PHASES, Capabilities, Feature
 from paged_attn.backends.devices import devices_here
-from paged_attn.backends.needs import Needs, Requirement, architecture_words, short_dtype
+from paged_attn.backends.needs import Needs, Requirement, architecture_words, names_of, short_dtype
 from paged_attn.backends.scans.base import OPS
 from paged_attn.backends.selection.experts import BUILT_IN as EXPERTS
 from paged_attn.backends.selection.experts import experts_backend
@@ -51,13 +50,13 @@ class MatrixRow:
         return cls(
             backend=name,
             devices=devices,
-            phases="both" if capabilities.phases == PHASES else f"{_listed(capabilities.phases)} only",
+            phases="both" if capabilities.phases == PHASES else f"{names_of(capabilities.phases)} only",
             dtypes=dtypes,
-            kv_dtypes=_listed(map(short_dtype, capabilities.kv_dtypes)),
+            kv_dtypes=names_of(map(short_dtype, capabilities.kv_dtypes)),
             page_sizes=_sizes(capabilities.page_sizes),
             head_dims=", ".join(_head_dims(capabilities)),
             group_sizes=_sizes(capabilities.group_sizes),
-            features="; ".join([_listed(map(feature_word, capabilities.features)) or "none", *sorted(conflicts)]),
+            features="; ".join([names_of(map(feature_word, capabilities.features)) or "none", *sorted(conflicts)]),
             graphs=", ".join(f"{phase}: {support.value}" for phase, support in capabilities.graphs.items()),
             needs=needs,
             note=note,
@@ -136,15 +135,15 @@ def experts_cells() -> list[list[str]]:
 def scans_cells() -> list[list[str]]:
     """The backends for scans: a cell per column of SCANS_HEADERS."""
     backends = [(name, scans_backend(name)) for name in SCANS]
-    return [[name, "all" if each.ops == OPS else _listed(each.ops), *_needs_cells(each.needs)] for name, each in backends]
+    return [[name, "all" if each.ops == OPS else names_of(each.ops), *_needs_cells(each.needs)] for name, each in backends]
 
 
 def _needs_cells(needs: Needs) -> list[str]:
     """What all kinds of backends say of themselves: the columns of EXPERTS_HEADERS after the first."""
-    devices = _listed(needs.devices) + (f" ({architecture_words(needs.architectures)})" if needs.architectures else "")
+    devices = names_of(needs.devices) + (f" ({architecture_words(needs.architectures)})" if needs.architectures else "")
     packages = ", ".join(map(requirement_words, needs.requirements)) or "nothing"
     note = "; ".join(filter(None, (needs.note, needs.blocked)))
-    return [devices, _listed(map(short_dtype, needs.dtypes)), packages, note, available_here(needs)]
+    return [devices, names_of(map(short_dtype, needs.dtypes)), packages, note, available_here(needs)]
 
 
 def experts_markdown() -> str:
@@ -166,12 +165,12 @@ def available_here(capabilities: Needs) -> str:
         if usable == ["cuda"] and capabilities.architectures and not found & capabilities.architectures:
             reasons.append(f"no GPU with {architecture_words(capabilities.architectures)}; found {architecture_words(found)}")
     else:
-        reasons = [f"runs on {_listed(capabilities.devices)}; this machine has {_listed(present)}"]
+        reasons = [f"runs on {names_of(capabilities.devices)}; this machine has {names_of(present)}"]
     if capabilities.blocked:
         reasons.append(capabilities.blocked)
     else:
         reasons += [missing for need in capabilities.requirements if (missing := what_is_lacking(need))]
-    return f"no: {'; '.join(reasons)}" if reasons else f"yes: {_listed(usable)}"
+    return f"no: {'; '.join(reasons)}" if reasons else f"yes: {names_of(usable)}"
 
 
 def feature_word(feature: Feature) -> str:
@@ -201,7 +200,3 @@ def _legend() -> list[tuple[str, str]]:
 
 def _sizes(allowed: object) -> str:
     return "any" if allowed == ANY_SIZE else str(allowed)
-
-
-def _listed(words: Iterable[str]) -> str:
-    return ", ".join(sorted(words))

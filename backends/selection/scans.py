@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.backends.scans.base import Kernels, ScanProblem, ScansBackend
-from paged_attn.backends.selection.by_name import made_by_name, not_taken
-from paged_attn.backends.selection.packages import unmet_requirements
+from paged_attn.backends.selection.by_name import OurBackends, not_taken
 
 BUILT_IN = {
     "triton": "paged_attn.backends.scans.triton.backend:TritonScans",
@@ -19,6 +17,8 @@ BUILT_IN = {
 }
 ORDER = ("triton", "torch")  # "auto" takes the first that fits
 NOT_MEASURED = "not measured beside ours yet; scans_backend={!r} takes it"
+scans_backend = OurBackends[ScansBackend, ScanProblem]("scans_backend", BUILT_IN)
+reasons_against = scans_backend.reasons_against
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,6 @@ class ScanSelection:
     def describe(self) -> str:
         """`kda by torch (not taken: fla: ...)`"""
         return f"{self.op} by {self.name}" + not_taken(self.rejected)
-
-
-@cache
-def scans_backend(name: str) -> ScansBackend:
-    """The backend of that name.
-
-    Raises:
-        ValueError: an unknown name; the message lists the known ones.
-    """
-    backend: ScansBackend = made_by_name("scans_backend", BUILT_IN, name)
-    return backend
 
 
 def select_scan(name: str, problem: ScanProblem) -> ScanSelection:
@@ -67,12 +56,6 @@ def select_scan(name: str, problem: ScanProblem) -> ScanSelection:
         ranked = f"ranked after {taken}" if other in ORDER else NOT_MEASURED.format(other)
         rejected[other] = "; ".join(reasons_against(other, problem)) or ("asked for another by name" if asked else ranked)
     return ScanSelection(problem.op, taken, taken if taken in ORDER else first, rejected)
-
-
-def reasons_against(name: str, problem: ScanProblem) -> list[str]:
-    """Everything that speaks against a backend, missing packages included; empty if it fits."""
-    backend = scans_backend(name)
-    return [*backend.unmet(problem), *unmet_requirements(backend.needs.requirements)]
 
 
 def kernels_of(selections: Iterable[ScanSelection]) -> Kernels:
