@@ -13,3 +13,9 @@ class ContextError(RuntimeError):
 
 class CaptureError(RuntimeError):
     """A graph that can not be captured, or whose replay would not compute what the model does."""
+
+
+def first_line(error: BaseException) -> str:
+    """Of its message, after its kind."""
+    text = str(error).strip() or "no message"
+    return f"{type(error).__name__}: {text.splitlines()[0]}"

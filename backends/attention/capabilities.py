@@ -39,6 +39,9 @@ class GraphSupport(enum.Enum):
     ALWAYS = "always"
 
 
+DECODE_GRAPHS = {"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE}
+
+
 @dataclass(frozen=True)
 class Span:
     """An inclusive range of integers, optionally in steps."""

@@ -27,7 +27,7 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall, StoringBackend
-from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf, Span
+from paged_attn.backends.attention.capabilities import DECODE_GRAPHS, Capabilities, Feature, OneOf, Span
 from paged_attn.backends.attention.flash_style import check_pool, finish, for_kernel, kernel_takes, scratch_like, window_of
 from paged_attn.backends.needs import HALF, SGL_KERNEL, importing
 
@@ -70,7 +70,7 @@ class FA3Backend(StoringBackend):
         head_dims=Span(8, 256, 8),
         dim_pairs=frozenset({(192, 128), (64, 128), (64, 256), (64, 512)}),
         latent_dims=(OneOf({512}), OneOf({64})),
-        graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
+        graphs=DECODE_GRAPHS,
         # On an H200 (sgl-kernel 0.4.2.post2) rows of a mixed batch were wrong with a window and chunks.
         conflicts=frozenset({frozenset({Feature.WINDOW, Feature.CHUNK})}),
         requirements=(SGL_KERNEL,),

@@ -19,7 +19,7 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.alibi import slopes_of
 from paged_attn.backends.attention.base import AttentionCall, StoringBackend
-from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, Span
+from paged_attn.backends.attention.capabilities import DECODE_GRAPHS, Capabilities, Feature, Span
 from paged_attn.backends.attention.flash_style import finish, for_kernel, key_starts, window_of
 from paged_attn.backends.needs import HALF, Requirement, importing
 
@@ -54,7 +54,7 @@ class FlashAttnBackend(StoringBackend):
         architectures=frozenset({80, 86, 87, 89, 90, 100, 120}),
         head_dims=Span(8, 256, 8),
         page_sizes=Span(256, 1 << 16, 256),
-        graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
+        graphs=DECODE_GRAPHS,
         conflicts=frozenset({frozenset({Feature.ALIBI, Feature.BIDIRECTIONAL})}),
         requirements=(Requirement("flash_attn", "2.7", install_line("flash-attn")),),
         note="pages in multiples of 256 tokens, because a tile of the kernel may hold 256 keys and is read from one page; "

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from paged_attn.attn_ops.errors import CaptureError
+from paged_attn.attn_ops.errors import CaptureError, first_line
 from paged_attn.capture.graphs.recorder import Recorder
 from paged_attn.capture.graphs.segments import OpNotRecorded, Segments, may_break, record
 
@@ -115,7 +115,7 @@ class GraphSet:
         except RuntimeError as error:
             self.agree(False)  # where the others ask: before the run, or after it
             self.recorder.rollback(mark)
-            self._refuse(key, _first_line(error), error)
+            self._refuse(key, first_line(error), error)
             return self.recorder.bytes_in_use()
         after = self.recorder.bytes_in_use()
         added = max(after - before, 0)
@@ -149,7 +149,7 @@ class GraphSet:
             except OpNotRecorded as error:
                 if not may_break(error.op):
                     raise
-                self.unsafe[error.op] = _first_line(error.__cause__ or error)
+                self.unsafe[error.op] = first_line(error.__cause__ or error)
                 logger.info("%s can not be captured and runs between the graphs: %s", error.op, self.unsafe[error.op])
             self._all_go_on()
             if self.agree(recorded is not None):
@@ -184,8 +184,3 @@ class GraphSet:
         self.refused.clear()
         self.nbytes = 0
         self.recorder.rollback(0)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or "no message"
-    return f"{type(error).__name__}: {text.splitlines()[0]}"

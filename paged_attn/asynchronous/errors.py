@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from paged_attn.chat.errors import RequestError
+
 
 class ServingError(RuntimeError):
     """The engine could not take a request, or could not finish it.
@@ -63,13 +65,5 @@ class RequestFailedError(ServingError):
         self.code = code
 
 
-class PromptError(ValueError):
-    """A prompt that can not be served.
-
-    Args:
-        param: the argument, or the field of a body, that is at fault.
-    """
-
-    def __init__(self, message: str, param: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param, self.code = param, code
+class PromptError(RequestError):
+    """A prompt that can not be served."""

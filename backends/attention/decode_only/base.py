@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -27,6 +29,20 @@ class DecodeOnlyBackend(StoringBackend):
     """`prefill_with` names a backend that serves the other steps on the same GPU, for messages. Plans have `batch` and `pool`."""
 
     prefill_with: ClassVar[str]
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)
+        self._checked: WeakSet[KVPool] = WeakSet()
+
+    @abstractmethod
+    def check_pool(self, pool: KVPool) -> None:
+        """Raises UnsupportedError for one that the kernels can not read."""
+
+    def check_once(self, pool: KVPool) -> None:
+        """`check_pool`, at the first step of each pool."""
+        if pool not in self._checked:
+            self.check_pool(pool)
+            self._checked.add(pool)
 
     def forward_extend(self, plan: Any, call: AttentionCall) -> None:
         """Only the step without requests.

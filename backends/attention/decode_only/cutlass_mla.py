@@ -16,7 +16,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall
-from paged_attn.backends.attention.capabilities import LATENTS_ONLY, Capabilities, Feature, GraphSupport, OneOf, Span
+from paged_attn.backends.attention.capabilities import DECODE_GRAPHS, LATENTS_ONLY, Capabilities, Feature, OneOf, Span
 from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend, WorkspacePlan
 from paged_attn.backends.attention.flash_style import for_kernel
 from paged_attn.backends.needs import HALF, SGL_KERNEL, importing
@@ -38,7 +38,7 @@ class CutlassMlaBackend(DecodeOnlyBackend):
         latent_dims=(OneOf({512}), OneOf({64})),
         page_sizes=OneOf({128}),
         group_sizes=Span(1, 128),
-        graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
+        graphs=DECODE_GRAPHS,
         requirements=(SGL_KERNEL,),
         note="CUTLASS latent attention of sgl-kernel, decode only: use it as triton,cutlass_mla; tested against its signature, not yet run "
         "on a GPU by this project",
@@ -53,14 +53,14 @@ class CutlassMlaBackend(DecodeOnlyBackend):
         self._workspaces: list[Tensor] = []  # the last is in use; captured graphs may hold the others
 
     def plan(self, batch: Batch, pool: KVPool) -> WorkspacePlan:
-        """Only a workspace is made; the page table will count adjacent pages.
-
-        Raises:
-            UnsupportedError: a pool that is not made of such rows alone.
-        """
+        """Only a workspace is made; the page table will count adjacent pages. Raises UnsupportedError: see `check_pool`."""
         workspace = self._workspace(batch) if batch.num_requests else batch.page_table.new_empty(0, dtype=torch.uint8)
-        pages_in_page(pool)
+        self.check_once(pool)
         return WorkspacePlan(batch, pool, workspace, batch.page_table)
+
+    def check_pool(self, pool: KVPool) -> None:
+        """It must be made of such rows alone."""
+        pages_in_page(pool)
 
     def plan_in_graph(self, plan: WorkspacePlan) -> None:
         plan.page_table = plan.batch.page_table * pages_in_page(plan.pool)

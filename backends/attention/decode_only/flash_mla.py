@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
-from weakref import WeakSet
 
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall
-from paged_attn.backends.attention.capabilities import LATENTS_ONLY, Capabilities, Feature, GraphSupport, OneOf
+from paged_attn.backends.attention.capabilities import DECODE_GRAPHS, LATENTS_ONLY, Capabilities, Feature, OneOf
 from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend
 from paged_attn.backends.attention.flash_style import check_pool, for_kernel
 from paged_attn.backends.needs import HALF, SGL_KERNEL, importing
@@ -45,7 +44,7 @@ class FlashMlaBackend(DecodeOnlyBackend):
         head_dims=LATENTS_ONLY,
         latent_dims=(OneOf({512}), OneOf({64})),
         page_sizes=OneOf({64}),
-        graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
+        graphs=DECODE_GRAPHS,
         requirements=(SGL_KERNEL,),
         note="FlashMLA of sgl-kernel, decode only: use it as fa3,flash_mla",
         phases=frozenset({"decode"}),
@@ -57,18 +56,15 @@ class FlashMlaBackend(DecodeOnlyBackend):
             importlib.import_module("sgl_kernel.flashmla_ops")  # flash_mla itself can be imported without it, and fails when called
             module = importlib.import_module("sgl_kernel.flash_mla")
         self._schedule, self._attend = module.get_mla_metadata, module.flash_mla_with_kvcache
-        self._checked: WeakSet[KVPool] = WeakSet()
 
     def plan(self, batch: Batch, pool: KVPool) -> FlashMlaPlan:
-        """Nothing is planned on the host.
-
-        Raises:
-            UnsupportedError: a pool whose rows do not lie at multiples of 16 bytes.
-        """
-        if pool not in self._checked:
-            check_pool(pool, self.name)
-            self._checked.add(pool)
+        """Nothing is planned on the host. Raises UnsupportedError: see `check_pool`."""
+        self.check_once(pool)
         return FlashMlaPlan(batch, pool)
+
+    def check_pool(self, pool: KVPool) -> None:
+        """Its rows must lie at multiples of 16 bytes."""
+        check_pool(pool, self.name)
 
     def plan_in_graph(self, plan: FlashMlaPlan) -> None:
         if plan.batch.num_requests:

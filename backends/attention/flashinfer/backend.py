@@ -17,7 +17,7 @@ import torch
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionCall, StoringBackend
-from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf
+from paged_attn.backends.attention.capabilities import DECODE_GRAPHS, Capabilities, Feature, OneOf
 from paged_attn.backends.attention.flashinfer.choose import PrefillChoice, cascade_pays, prefill_kernel
 from paged_attn.backends.attention.flashinfer.graph import GraphDecode
 from paged_attn.backends.attention.flashinfer.kinds import LN_2, RANK, ROTATED, Kind, PoolKinds, kind_for, kinds_of
@@ -77,7 +77,7 @@ class FlashInferBackend(StoringBackend):
         architectures=frozenset({80, 86, 89, 90, 100, 103, 120}),
         head_dims=OneOf({64, 128, 256}),
         latent_dims=(OneOf({RANK}), OneOf({ROTATED})),
-        graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
+        graphs=DECODE_GRAPHS,
         requirements=(FLASHINFER,),
         conflicts=frozenset(
             {frozenset({Feature.SOFTCAP, Feature.SINKS}), frozenset({Feature.MLA, Feature.WINDOW}),

@@ -15,8 +15,10 @@ looked for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from functools import partial
+from typing import Any, ClassVar, Protocol
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
 from paged_attn.attn_ops.errors import UnsupportedError
@@ -84,14 +86,12 @@ class GraphDecode(StoringBackend):
                 f"the graph was made for max_pages={self._max_pages}; this batch needs {tables.kv_indices.numel()}: make a larger one"
             )
         for kind in plan.layers.kinds:
-            slot = self._slot(planner, kind)
+            make_wrapper, plan_wrapper = _ways(planner, kind)
+            if kind not in self._slots:
+                self._slots[kind] = Slot(make_wrapper(kind, buffers=self.buffers), pool.device)
+            slot = self._slots[kind]
             slot.wait()
-            if kind.rank:
-                planner.plan_latent(slot, kind, tables, causal=False)
-            elif kind.has_sinks:
-                planner.plan_prefill(slot, kind, tables, kind.causal)
-            else:
-                planner.plan_decode(slot, kind, tables)
+            plan_wrapper(slot, kind, tables)
             plan.launches.append((LatentLaunch if kind.rank else Launch)(slot.wrapper, kind))
         return plan
 
@@ -109,18 +109,6 @@ class GraphDecode(StoringBackend):
     def forward_extend(self, plan: GraphPlan, call: AttentionCall) -> None:
         raise AssertionError("a plan for a graph is made of decode steps only")
 
-    def _slot(self, planner: Planner, kind: Kind) -> Slot:
-        assert self._pool is not None
-        if kind not in self._slots:
-            if kind.rank:
-                wrapper = planner.make_latent(kind, self.buffers)
-            elif kind.has_sinks:
-                wrapper = planner.make_prefill(kind, "fa2", self.buffers)
-            else:
-                wrapper = planner.make_decode(kind, self.buffers)
-            self._slots[kind] = Slot(wrapper, self._pool.device)
-        return self._slots[kind]
-
     def _check(self, batch: Batch, pool: KVPool) -> None:
         if self._pool is None:
             self._pool = pool
@@ -133,3 +121,12 @@ class GraphDecode(StoringBackend):
                 f"the graph was made for max_requests={self._max_requests}; got {batch.num_requests} requests in {batch.num_rows} rows: "
                 f"allowed are at most that many requests in at least that many rows"
             )
+
+
+def _ways(planner: Planner, kind: Kind) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """What makes a wrapper for decode steps of a kind, and what plans it."""
+    if kind.rank:
+        return planner.make_latent, partial(planner.plan_latent, causal=False)
+    if kind.has_sinks:
+        return partial(planner.make_prefill, kernel="fa2"), partial(planner.plan_prefill, causal=kind.causal)
+    return planner.make_decode, planner.plan_decode

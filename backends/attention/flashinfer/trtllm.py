@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from abc import abstractmethod
-
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend, WorkspacePlan
@@ -19,15 +16,8 @@ class TrtllmBackend(DecodeOnlyBackend):
         super().__init__(deterministic=deterministic)
         self._module = import_flashinfer(self.name)
         self._buffers = WrapperPool()
-        self._checked: weakref.WeakSet[KVPool] = weakref.WeakSet()
 
     def plan(self, batch: Batch, pool: KVPool) -> WorkspacePlan:
         """Nothing is planned on the host. Raises UnsupportedError: see `check_pool`."""
-        if pool not in self._checked:
-            self.check_pool(pool)
-            self._checked.add(pool)
+        self.check_once(pool)
         return WorkspacePlan(batch, pool, self._buffers.workspace(pool.device, WORKSPACE), batch.page_table)
-
-    @abstractmethod
-    def check_pool(self, pool: KVPool) -> None:
-        """Called once for a pool. Raises UnsupportedError for one whose pages the kernels can not read."""

@@ -12,7 +12,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionCall
-from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf, Span
+from paged_attn.backends.attention.capabilities import DECODE_GRAPHS, Capabilities, Feature, OneOf, Span
 from paged_attn.backends.attention.decode_only.base import WorkspacePlan
 from paged_attn.backends.attention.flashinfer.kinds import is_vectored
 from paged_attn.backends.attention.flashinfer.launches import writable
@@ -35,7 +35,7 @@ class TrtllmMhaBackend(TrtllmBackend):
         head_dims=OneOf({64, 128, 256}),
         page_sizes=OneOf({16, 32, 64, 128}),
         group_sizes=Span(1, 16),
-        graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
+        graphs=DECODE_GRAPHS,
         requirements=(FLASHINFER,),
         note="XQA, decode only: use it as fa3,trtllm_mha; FlashInfer's trtllm-gen kernels for SM100 are not tested by this project",
         phases=frozenset({"decode"}),

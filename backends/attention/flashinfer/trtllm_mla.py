@@ -13,7 +13,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall
-from paged_attn.backends.attention.capabilities import LATENTS_ONLY, Capabilities, Feature, GraphSupport, OneOf
+from paged_attn.backends.attention.capabilities import DECODE_GRAPHS, LATENTS_ONLY, Capabilities, Feature, OneOf
 from paged_attn.backends.attention.decode_only.base import WorkspacePlan
 from paged_attn.backends.attention.flashinfer.kinds import is_vectored
 from paged_attn.backends.attention.flashinfer.launches import readable, writable
@@ -38,7 +38,7 @@ class TrtllmMlaBackend(TrtllmBackend):
         head_dims=LATENTS_ONLY,
         latent_dims=(OneOf(KEY_DIMS), OneOf({64})),
         page_sizes=OneOf({32, 64}),
-        graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
+        graphs=DECODE_GRAPHS,
         requirements=(FLASHINFER,),
         note="TensorRT-LLM's latent attention through flashinfer, decode only: use it as triton,trtllm_mla; tested against its signature, "
         "not yet run on a GPU by this project",

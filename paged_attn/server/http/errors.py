@@ -12,9 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from paged_attn.asynchronous.errors import NotServingError, PromptError, QueueFullError, QueueTimeoutError, ServingError
+from paged_attn.asynchronous.errors import NotServingError, QueueFullError, QueueTimeoutError, ServingError
 from paged_attn.asynchronous.status import without_backtrace
-from paged_attn.chat.errors import ChatError
+from paged_attn.chat.errors import RequestError
 from paged_attn.shown import shown
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -94,7 +94,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ServingError):
         status = next((each for kind, each in STATUSES.items() if isinstance(error, kind)), 500)
         return ApiError(400 if error.code == "guide_failed" else status, str(error), code=error.code, retry_after=error.retry_after)
-    if isinstance(error, PromptError | ChatError):
+    if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param, code=error.code)
     return bad_request(error)
 
@@ -108,7 +108,7 @@ WAY = "; what this server answers begins with /v1, which belongs to a client's b
 
 def add_handlers(app: FastAPI) -> None:
     """Every error that the app can end in gets OpenAI's form."""
-    for kind in (ApiError, ServingError, PromptError, ChatError, RequestValidationError, HTTPException):
+    for kind in (ApiError, ServingError, RequestError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.errors import UnsupportedError, first_line
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
@@ -73,7 +73,7 @@ def _proved_as(mlp: ExpertMLP | StackedPair, block: nn.Module, experts: Sequence
         proof = _Proof(block, experts, call, mlp, operands, selection.name)
         return ProvedBlock(mlp, proof.program(), selection, frozenset(proof.files))
     except NOT_EXPERTS as error:
-        raise NotProved(f"it can not be called on rows alone: {_first_line(error)}") from error
+        raise NotProved(f"it can not be called on rows alone: {first_line(error)}") from error
 
 
 def _check_each(experts: Sequence[nn.Module], mlp: ExpertMLP, operands: Operands, backend: str) -> None:
@@ -183,7 +183,7 @@ class _Proof:
         try:
             got = _tensors(Evaluation(program, logits).run(*tensors))
         except NOT_EXPERTS as error:
-            raise NotProved(f"what it does for {TOKENS[0]} rows can not be done for {rows}: {_first_line(error)}") from error
+            raise NotProved(f"what it does for {TOKENS[0]} rows can not be done for {rows}: {first_line(error)}") from error
         for one, other in zip(expected, got, strict=True):
             if one.dtype != other.dtype or not (apart(one, other) <= allowed(one) if one.is_floating_point() else torch.equal(one, other)):
                 raise NotProved(f"it gives other numbers than its experts' rows by the weights that its router shows ({rows} rows)")
@@ -258,10 +258,6 @@ def _plain(output: Any) -> Any:
     if output is None or isinstance(output, Tensor | int | float | str):
         return output
     raise NotProved(f"it returns a {type(output).__name__}; known are tensors, alone or in a tuple")
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def _tensors(output: Any) -> list[Tensor]:
