@@ -244,7 +244,7 @@ def test_engines_of_one_group_share_its_control_messages(alone: None) -> None:
     first, second = Ranks(world), Ranks(world)
     assert first._control is second._control is not world
     assert first.least(3) == 3 and second.all_say(True) and not second.all_say(False)
-    first.check_same("something", b"1")
+    first.check_settings("1")
 
 
 def test_shard_needs_a_process_group_and_a_plan() -> None:

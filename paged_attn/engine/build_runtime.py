@@ -67,7 +67,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
         if config.max_loras:
             _refuse_adapters(model, config, ranks is not None)
         if ranks is not None:
-            ranks.check_same("the engine's settings", repr(config).encode())
+            ranks.check_settings(repr(config))
         probe = ProbeSettings(config.backend, config.page_size, config.deterministic, ranks)
         if not config.compile:
             if isinstance(model, Body):

@@ -81,7 +81,7 @@ class Engine:
     def __init__(
         self, model: nn.Module | Pooler, tokenizer: Any = None, config: EngineConfig | None = None, recorder: Recorder | None = None
     ) -> None:
-        with stopwatch("other") as self.start_seconds:
+        with stopwatch() as self.start_seconds:
             self._start(model, tokenizer, config, recorder)
         parts = (f"{seconds:.2f} s ({name})" for name, seconds in self.start_seconds.items() if seconds >= 0.005)
         logger.info("ready in %s", ", ".join(parts))

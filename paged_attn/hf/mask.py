@@ -16,6 +16,7 @@ from paged_attn.passes.prove.mask_proof import unproved
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 REACH = 1 << 18  # positions looked at: beyond every window and chunk in use
 DENSE = 97
+WHERE = "a mask that the model builds"  # in errors
 
 
 class ProvedMask:
@@ -37,7 +38,7 @@ class ProvedMask:
         )
 
 
-def prove_mask_function(function: MaskFunction, where: str) -> MaskFamily:
+def prove_mask_function(function: MaskFunction) -> MaskFamily:
     """The family of a mask function of indices.
 
     The last row gives the window, the diagonal below the main one the chunk; both are then checked densely on the first 97 tokens
@@ -47,16 +48,15 @@ def prove_mask_function(function: MaskFunction, where: str) -> MaskFamily:
         UnsupportedError: it is no known family (the message draws its first rows), or it reads a table of the call that it was made for.
     """
     try:
-        return _proved(function, where)
+        return _proved(function)
     except IndexError as error:
         raise UnsupportedError(
-            f"{where} can not be proved: its mask function reads a table of the call's own tokens ({error}), such as which of them are "
+            f"{WHERE} can not be proved: its mask function reads a table of the call's own tokens ({error}), such as which of them are "
             "of one image; use torch.compile(model, backend='paged_attn'), which proves the mask that reaches each layer"
         ) from error
 
 
-def _proved(function: MaskFunction, where: str) -> MaskFamily:
-
+def _proved(function: MaskFunction) -> MaskFamily:
     def visible(query: Tensor, key: Tensor) -> Tensor:
         zero = torch.zeros(1, dtype=torch.int64)
         return function(zero, zero, query, key).broadcast_to(torch.broadcast_shapes(query.shape, key.shape))
@@ -79,5 +79,5 @@ def _proved(function: MaskFunction, where: str) -> MaskFamily:
     key = (query - torch.randint(-64, 20000, (20000,), generator=generator)).clamp(0, REACH - 1)
     agrees = torch.equal(visible(query, key), family.sees(query, key))
     if not np.array_equal(family.matrix(DENSE), dense) or not agrees:
-        raise unproved(where, dense, "its mask function is not of a known family")
+        raise unproved(WHERE, dense, "its mask function is not of a known family")
     return family

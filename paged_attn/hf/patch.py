@@ -219,7 +219,7 @@ def _mask(**arguments: Any) -> Any:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     if getattr(_recording, "state", None) is not None:
-        return ProvedMask(prove_mask_function(arguments["mask_function"], "a mask that the model builds"))
+        return ProvedMask(prove_mask_function(arguments["mask_function"]))
     if current_context() is not None:
         given = arguments.get("attention_mask")
         if isinstance(given, Tensor) and not bool(given.all()):

@@ -62,9 +62,9 @@ class Ranks:
         """Whether some rank says yes."""
         return not self.all_say(not yes)
 
-    def check_same(self, what: str, data: bytes) -> None:
-        """Raises DivergedError, on every rank, unless all ranks give the same `data`; `what` says what that is of."""
-        self._compare(what, data)()
+    def check_settings(self, settings: str) -> None:
+        """Raises DivergedError, on every rank, unless all ranks give the same."""
+        self._compare("the engine's settings", settings.encode())()
 
     def compare_step(self, requests: RequestColumns) -> Callable[[], None]:
         """Ask whether every rank is about to compute the same tokens at the same places. Call what this returns before computing them: it
