@@ -24,12 +24,10 @@ def start(job: Job) -> HFBatch:
     """Options are fields of transformers' ContinuousBatchingConfig.
 
     Raises:
-        ValueError: this transformers has no continuous batching, or an option is unknown.
+        ValueError: an option is unknown.
     """
-    try:
-        from transformers import ContinuousBatchingConfig
-    except ImportError as error:
-        raise ValueError("this transformers has no ContinuousBatchingConfig; pip install 'transformers>=5.17'") from error
+    from transformers import ContinuousBatchingConfig
+
     known = {setting.name for setting in fields(ContinuousBatchingConfig)}
     if unknown := sorted(set(job.options) - known):
         raise ValueError(f"transformers' ContinuousBatchingConfig has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
