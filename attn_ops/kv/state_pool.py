@@ -63,7 +63,7 @@ class StatePool:
 
 
 class SlotAllocator:
-    """Hands out slots 1 to `num_slots - 1`, lowest first.
+    """Hands out slots 1 to `num_slots - 1`: the last freed first, fresh ones from 1 on.
 
     Raises:
         ValueError: none is free, or one is freed that nobody holds.
