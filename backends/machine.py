@@ -24,6 +24,7 @@ class Machine:
         l2_bytes: of its L2 cache; 0: not known.
         shared_bytes: of shared memory that a program may have, which is what blocks have to fit: 227 KiB on Hopper, 163 on an A100, 99 on
             GPUs for games; 0: not known.
+        sm90_or_newer: compute capability 9.0 or more, whatever Triton is there and however kernels are launched.
         blackwell: compute capability 10.x, where Triton has sums of products of 64 rows or more in tensor memory.
     """
 
@@ -32,6 +33,7 @@ class Machine:
     early: bool
     l2_bytes: int = 0
     shared_bytes: int = 0
+    sm90_or_newer: bool = False
     blackwell: bool = False
 
 
@@ -48,11 +50,13 @@ def machine_of(device: torch.device) -> Machine:
             triton.__version__, " and ".join(GLUON_VERSIONS),
         )  # fmt: skip
         hopper = known
+    sm90_or_newer = capability >= (9, 0)
     properties = torch.cuda.get_device_properties(device)
     shared_bytes = getattr(properties, "shared_memory_per_block_optin", 0)  # which torch does not have for every GPU
     return Machine(
-        properties.multi_processor_count, hopper, capability >= (9, 0), properties.L2_cache_size, shared_bytes, capability[0] == 10
-    )
+        properties.multi_processor_count, hopper, early=sm90_or_newer, l2_bytes=properties.L2_cache_size, shared_bytes=shared_bytes,
+        sm90_or_newer=sm90_or_newer, blackwell=capability[0] == 10,
+    )  # fmt: skip
 
 
 def early_start(device: torch.device, wanted: bool = True) -> dict[str, bool]:

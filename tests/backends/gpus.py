@@ -31,8 +31,9 @@ class GPU:
     @property
     def machine(self) -> Machine:
         return Machine(
-            132, self.capability == 90, self.capability >= 90, shared_bytes=self.shared_bytes, blackwell=self.capability // 10 == 10
-        )
+            132, self.capability == 90, early=self.capability >= 90, shared_bytes=self.shared_bytes,
+            sm90_or_newer=self.capability >= 90, blackwell=self.capability // 10 == 10,
+        )  # fmt: skip
 
 
 GPUS = {

@@ -44,7 +44,7 @@ def tiling_for(pairs_of_an_expert: float, w1: Tensor, gated: bool) -> GroupedTil
         small, medium, large = GroupedTiling(16, 64, 64), GroupedTiling(32, 64, 32), GroupedTiling(64, 64, 32, warps=8)
     else:
         small, medium, large = GroupedTiling(16, 128, 128), GroupedTiling(32, 128, 64, stages=4), GroupedTiling(64, 256, 64, warps=8)
-        if pairs_of_an_expert > 160 and machine.early:  # before Hopper a thread would spill 3,840 bytes
+        if pairs_of_an_expert > 160 and machine.sm90_or_newer:  # before Hopper a thread would spill 3,840 bytes
             large = GroupedTiling(128, 128, 64, warps=8, stages=4)
     found = small if pairs_of_an_expert <= 12 else medium if pairs_of_an_expert <= 24 else large
     return _fitting(found, w1.itemsize, gated, machine)
@@ -55,7 +55,7 @@ def _fitting(tiling: GroupedTiling, itemsize: int, gated: bool, machine: Machine
 
     There is one less than stages, but for Hopper's own products: these read one buffer while all others are filled.
     """
-    of_hopper = machine.early and tiling.m >= 64 and itemsize == 2
+    of_hopper = machine.sm90_or_newer and tiling.m >= 64 and itemsize == 2
     needed = (tiling.stages - (not of_hopper)) * (tiling.m + tiling.n * (1 + gated)) * tiling.k * itemsize
     if not machine.shared_bytes or needed <= machine.shared_bytes:
         return tiling
