@@ -110,7 +110,7 @@ def needed_for_values(result: fx.Node, user: fx.Node, stops: Collection[fx.Node]
     nodes = ancestors(result, user, frozenset(stops))
     inside, writers = set(nodes), writers_of(nodes)
     pending = [result]
-    needed, lent = set[fx.Node](), set[fx.Node]()
+    needed, shapes = set[fx.Node](), set[fx.Node]()
     while pending:
         node = pending.pop()
         if node in inside and node not in needed:
@@ -120,5 +120,5 @@ def needed_for_values(result: fx.Node, user: fx.Node, stops: Collection[fx.Node]
                 continue
             read = {*read_inputs(node), *(n for n in node.all_input_nodes if not isinstance(value_of(n), Tensor))}
             pending += read
-            lent |= set(node.all_input_nodes) - read
-    return [node for node in nodes if node in needed or node in lent], lent - needed
+            shapes |= set(node.all_input_nodes) - read
+    return [node for node in nodes if node in needed or node in shapes], shapes - needed

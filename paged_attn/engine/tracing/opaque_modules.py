@@ -39,7 +39,7 @@ class ReadsMask(NotTraced):
         )
 
 
-def place_of(failure: BaseException | None) -> str:
+def line_of(failure: BaseException | None) -> str:
     """Where in the model's code it is, as words that follow others."""
     frames = getattr(failure, "real_stack", None)
     return f" at {frames[-1].filename}:{frames[-1].lineno} (`{frames[-1].line}`)" if frames else ""
@@ -102,9 +102,9 @@ def _watch(model: nn.Module, classes: Mapping[type[nn.Module], str], inputs: Cal
         if any(isinstance(value, Tensor) and value.shape[-2:] == (length, length) for value in given):
             raise ReadsMask(module)
         if not all(isinstance(value, Tensor) for value in given) or not alike:
-            place = next(place for kind, place in classes.items() if isinstance(module, kind))
+            line = next(line for kind, line in classes.items() if isinstance(module, kind))
             raise NotTraced(
-                f"{type(module).__name__} can not be traced, as it branches on a number in a tensor{place}, and it can not "
+                f"{type(module).__name__} can not be traced, as it branches on a number in a tensor{line}, and it can not "
                 f"be called as one op: it is given {', '.join(type(v).__name__ for v in given)} and returns {type(output).__name__}; known "
                 "are tensors, and an output that is shaped like one of them. A branch that always goes one way (on a buffer) can be "
                 "decided in __init__."
