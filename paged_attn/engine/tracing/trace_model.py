@@ -26,7 +26,7 @@ from paged_attn.engine.model.model_output import logits_in
 from paged_attn.engine.tracing.experts_as_ops import experts_as_ops
 from paged_attn.engine.tracing.looping.as_ops import looping_experts_as_ops
 from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_around, on_all_tokens
-from paged_attn.engine.tracing.opaque_modules import ReadsMask, modules_as_ops, line_of, untraceable_class
+from paged_attn.engine.tracing.opaque_modules import ReadsMask, line_of, modules_as_ops, untraceable_class
 from paged_attn.engine.tracing.ops_without_fakes import OpsWithoutFakes
 from paged_attn.engine.tracing.repeated.expand import expand
 from paged_attn.engine.tracing.repeated.find import AlikeLayers, alike_layers
