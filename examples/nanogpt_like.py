@@ -1,6 +1,8 @@
-"""A nanoGPT as people write it: forward(idx), fused qkv, attention as a masked softmax over a tril buffer, dropout, learned positions.
+"""A nanoGPT as people write it: fused qkv, attention as a masked softmax over a tril buffer, dropout, learned positions, logits of the last
+token alone unless there are targets.
 
-The model is served as it is; it takes no positions, no cache and no mask. The positions that its forward counts become each request's own.
+The model is served as it is; it takes no positions, no cache and no mask. The positions that its forward counts become each request's own,
+and it is called with the tokens as targets, which gives the logits of all (compared with those of the last token, prompt by prompt).
 """
 
 import math
@@ -50,13 +52,17 @@ class GPT(nn.Module):
         self.h, self.ln_f = nn.ModuleList(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
 
-    def forward(self, idx: Tensor) -> Tensor:
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         T = idx.size(1)
         assert T <= BLOCK, f"a sequence of {T} tokens, but block_size is {BLOCK}"
         x = self.drop(self.wte(idx) + self.wpe(torch.arange(0, T, dtype=torch.long, device=idx.device)))
         for block in self.h:
             x = block(x)
-        return self.lm_head(self.ln_f(x))
+        x = self.ln_f(x)
+        if targets is None:
+            return self.lm_head(x[:, [-1], :]), None  # less work where only the next token is wanted
+        logits = self.lm_head(x)
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
 
 
 @torch.no_grad()
@@ -67,7 +73,7 @@ def main() -> list[list[int]]:
     expected = [list(prompt) for prompt in prompts]
     for ids in expected:  # the model's own greedy loop, one prompt at a time
         for _ in range(12):
-            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+            ids.append(int(model(torch.tensor([ids]))[0][0, -1].argmax()))
     with LLM(model) as llm:
         tokens = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=12))]
     assert [prompt + new for prompt, new in zip(prompts, tokens, strict=True)] == expected
