@@ -34,6 +34,7 @@ from paged_attn.check.runs.truth import Truth
 from paged_attn.check.warm_up import warm_up
 from paged_attn.compiled.graph_inputs import GraphInputs
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
+from paged_attn.passes.fx.model_facts import is_vocabulary
 from paged_attn.stopwatch import part
 
 logger = logging.getLogger("paged_attn")
@@ -106,5 +107,5 @@ def _num_ids(
     if isinstance(compiled.model, Body):
         return compiled.model.num_ids
     vocabulary = (model_logits or (lambda prompt: original.run(prompt, unchanged)))(ids.flatten()[:2]).shape[-1]
-    has_table = any(isinstance(t, Tensor) and t.dim() == 2 and t.shape[0] == vocabulary for t in inputs.owned)
+    has_table = any(isinstance(t, Tensor) and t.dim() == 2 and is_vocabulary(vocabulary, t.shape[0]) for t in inputs.owned)
     return vocabulary if has_table else int(ids.max()) + 1

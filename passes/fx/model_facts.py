@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+PADDING = 1024  # rows at most that a table has beyond the vocabulary, so that it divides well
+
 
 def text_config(model: nn.Module | None) -> Any:
     """The config of the language model, or None."""
@@ -28,3 +30,8 @@ def model_dtype(model: nn.Module) -> torch.dtype:
 def model_device(model: nn.Module) -> torch.device:
     """The device of its first tensor; the CPU if it has none."""
     return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+
+
+def is_vocabulary(width: int, rows: int) -> bool:
+    """Whether logits of so many numbers can be over the ids of a table of so many rows: as many, or a few less, where the table is padded."""
+    return 0 <= rows - width < min(width, PADDING)

@@ -14,11 +14,10 @@ from paged_attn.calling.call_signature import call_with_targets, few_ids, plain_
 from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.engine.model.auto_class import refuse_other_kinds
-from paged_attn.passes.fx.model_facts import max_positions, model_device
+from paged_attn.passes.fx.model_facts import is_vocabulary, max_positions, model_device
 from paged_attn.tolerances import LOGITS, LOGITS_16_BIT, row_errors, typical
 
 TOKENS = 5
-PADDING = 1024  # rows at most that a table has beyond the vocabulary, so that it divides well
 
 
 def check_output(model: nn.Module) -> int:
@@ -58,11 +57,11 @@ def check_output(model: nn.Module) -> int:
     width = logits.shape[-1]
     if logits.shape == (1, 1, width):
         logits = _with_targets(model, ids, logits)
-    is_vocabulary = any(0 <= size - width < min(width, PADDING) for size in tables)
+    over_tokens = any(is_vocabulary(width, size) for size in tables)
     if logits.shape[:-1] != (1, len(ids)):
-        why = _why(logits, len(ids), is_vocabulary or not tables)
+        why = _why(logits, len(ids), over_tokens or not tables)
         raise UnsupportedError(f"{name} returns logits of shape {list(logits.shape)} for token ids [1, {len(ids)}]{why}")
-    if tables and not is_vocabulary and not _says_it_generates(model):
+    if tables and not over_tokens and not _says_it_generates(model):
         raise UnsupportedError(
             f"{name} returns {width} numbers for each token and reads {' or '.join(map(str, sorted(tables)))} token ids: those "
             "are no logits over its tokens (a model without a language-model head, or a classifier), and the largest of them is no token. "
@@ -127,9 +126,9 @@ def _note_lookups(model: nn.Module, ids: Tensor, sizes: set[int]) -> None:
             module.register_forward_pre_hook(note)
 
 
-def _why(logits: Tensor, tokens: int, is_vocabulary: bool) -> str:
+def _why(logits: Tensor, tokens: int, over_tokens: bool) -> str:
     """What shapes that are met say of a model, and what to do."""
-    if logits.dim() == 2 and not is_vocabulary:
+    if logits.dim() == 2 and not over_tokens:
         return (
             ": numbers for the whole sequence and not for each token (a classifier, a reward model); there is nothing to choose tokens by"
         )
