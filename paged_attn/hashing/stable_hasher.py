@@ -12,6 +12,7 @@ import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ class StableHasher:
     def _tensor(self, value: Tensor) -> str:
         facts = f"{type(value).__name__} {value.dtype} {value.device} {tuple(value.shape)} {value.layout} {value.requires_grad}"
         has_values = type(value) is Tensor and value.device.type != "meta" and value.layout == torch.strided
-        if has_values and value.nbytes <= MOST_BYTES:
+        if has_values and value.nbytes <= MOST_BYTES and _is_there(value):
             return f"{facts} {tensor_digest(value)}"
         return self._unknown(value) if self.strict else facts
 
@@ -154,6 +155,8 @@ class StableHasher:
     def _instance(self, value: Any) -> str:
         kind = type(value)
         content = next((base for base in _CONTENT if isinstance(value, base)), None)
+        if not self.strict and _is_live(kind):
+            return self._unknown(value)
         attributes = dict(_attributes(value))
         if content is None and (_versioned_class(kind) or not attributes):  # a lock, a logger, an object() that marks something
             return self._unknown(value)
@@ -208,6 +211,18 @@ def _versioned_class(kind: type) -> bool:
     """Whether it comes with torch or Python, whose versions say all."""
     root = kind.__module__.partition(".")[0]
     return root in ("torch", "builtins") or root in sys.stdlib_module_names
+
+
+def _is_live(kind: type) -> bool:
+    """Whether instances are engines, pools and the like of our own, which a script's globals hold and no model reads."""
+    is_value = is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    return kind.__module__.partition(".")[0] == __name__.partition(".")[0] and not is_value
+
+
+def _is_there(value: Tensor) -> bool:
+    """Whether its memory was not given back, as that of a closed engine's pool is: to read it would end the process."""
+    last = value.storage_offset() + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return not value.numel() or (last + 1) * value.itemsize <= value.untyped_storage().nbytes()
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

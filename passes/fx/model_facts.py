@@ -33,5 +33,5 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def is_vocabulary(width: int, rows: int) -> bool:
-    """Whether logits of so many numbers can be over the ids of a table of so many rows: as many, or a few less where the table is padded."""
+    """Whether logits of so many numbers can be over the ids of a table of so many rows: as many, or a few less if the table is padded."""
     return 0 <= rows - width < min(width, PADDING)

@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch import nn
 
+from paged_attn import KVPool
+from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.hashing import stable_hasher
 from paged_attn.hashing.code_text import code_digest, versioned
 from paged_attn.hashing.stable_hasher import Indescribable, StableHasher, tensor_digest
@@ -134,6 +136,16 @@ def test_what_can_not_be_told_is_refused_or_named(value: Any) -> None:
     with pytest.raises(Indescribable):
         text(value)
     assert text(value, strict=False) == text(value, strict=False)
+
+
+def test_engines_and_tensors_without_memory_are_named_and_not_read() -> None:
+    """A script's variables have them beside its model: an engine, and what is left of a closed one, whose memory can not be read."""
+    gone = torch.ones(8)
+    gone.untyped_storage().resize_(0)
+    layer = AttentionSpec(2, 1, 8, 8, 0.5)
+    assert text(gone, strict=False).startswith("Tensor torch.float32 cpu (8,)")
+    assert text(KVPool([layer], 2, 4, torch.float32), strict=False) == "some paged_attn.attn_ops.kv.kv_pool.KVPool"
+    assert "num_q_heads=int 2" in text(layer, strict=False)
 
 
 def test_of_other_files_only_the_own_code_counts() -> None:

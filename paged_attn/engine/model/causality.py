@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.calling.call_signature import plain_inputs, takes
+from paged_attn.calling.call_signature import takes
 from paged_attn.calling.evaluating import as_served
-from paged_attn.engine.model.model_output import logits_in
+from paged_attn.engine.model.rows_of_logits import rows_of_logits
 from paged_attn.passes.fx.model_facts import max_positions, model_device, model_dtype
 from paged_attn.tolerances import LOGITS, LOGITS_16_BIT, row_errors, typical
 
@@ -45,18 +45,19 @@ def refuse_acausal(model: nn.Module, start: int, num_ids: int, because: str) -> 
     total = start + max(MORE, min(start, MOST_MORE))
     total = min(total, max_positions(model) or total)
     ends = sorted({end for end in (start + (total - start) // 3, start + 2 * (total - start) // 3, total - 1) if start < end < total})
+    more = {"use_cache": False} if takes(model, "use_cache") else {}
     with as_served(model):
         for seed in range(SEEDS if ends else 0):
             ids = torch.randint(0, num_ids, (total,), generator=torch.Generator().manual_seed(seed)).to(model_device(model))
             try:
-                whole = _logits(model, ids)
+                whole = rows_of_logits(model, ids, **more)
             except torch.OutOfMemoryError:
                 raise
             except MODEL_ERRORS:  # of the model's own code: it has no more positions
                 return
             limit = LOGITS.get(model_dtype(model), LOGITS_16_BIT)
             for end in ends:
-                error = typical(row_errors(whole[start:end], _logits(model, ids[:end])[start:]))
+                error = typical(row_errors(whole[start:end], rows_of_logits(model, ids[:end], **more)[start:]))
                 if not error <= limit:
                     raise UnsupportedError(
                         f"{type(model).__name__} itself is not causal: in a call of {total} tokens its logits of tokens {start} to "
@@ -64,9 +65,3 @@ def refuse_acausal(model: nn.Module, start: int, num_ids: int, because: str) -> 
                         f"{limit:g}): {because}. What it says of a token depends on how many come after it, so that no cache and no "
                         "batch gives its answers. Nothing was generated."
                     )
-
-
-def _logits(model: nn.Module, ids: Tensor) -> Tensor:
-    """[T, vocabulary]"""
-    logits: Tensor = logits_in(model(**plain_inputs(model, ids), **({"use_cache": False} if takes(model, "use_cache") else {})))
-    return logits[0]

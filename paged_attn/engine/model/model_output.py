@@ -10,18 +10,21 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
-from paged_attn.calling.call_signature import call_with_targets, few_ids, plain_inputs, takes, target_arguments
+from paged_attn.calling.call_signature import few_ids, plain_inputs, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.engine.model.auto_class import refuse_other_kinds
+from paged_attn.engine.model.rows_of_logits import logits_in, logits_of_all
 from paged_attn.passes.fx.model_facts import is_vocabulary, max_positions, model_device
-from paged_attn.tolerances import LOGITS, LOGITS_16_BIT, row_errors, typical
 
 TOKENS = 5
 
 
-def check_output(model: nn.Module) -> int:
+def check_output(model: nn.Module, may_pick_rows: bool = True) -> int:
     """Call the model on a few tokens, as its users do, and look at what comes.
+
+    Args:
+        may_pick_rows: it may give the logits of the last token alone (`rows_of_logits.py`).
 
     Returns:
         How many token ids it has.
@@ -55,9 +58,9 @@ def check_output(model: nn.Module) -> int:
             "the model with its head (AutoModelForCausalLM), or wrap it in a module that returns logits [1, T, vocabulary]."
         )
     width = logits.shape[-1]
-    if logits.shape == (1, 1, width):
-        logits = _with_targets(model, ids, logits)
     over_tokens = any(is_vocabulary(width, size) for size in tables)
+    if logits.shape[:-1] in ((1,), (1, 1)) and (over_tokens or not tables) and may_pick_rows:
+        logits = logits_of_all(model, ids)
     if logits.shape[:-1] != (1, len(ids)):
         why = _why(logits, len(ids), over_tokens or not tables)
         raise UnsupportedError(f"{name} returns logits of shape {list(logits.shape)} for token ids [1, {len(ids)}]{why}")
@@ -69,37 +72,6 @@ def check_output(model: nn.Module) -> int:
             "generates by a method can_generate() that returns True."
         )
     return min(tables, default=int(width))
-
-
-def _with_targets(model: nn.Module, ids: Tensor, last: Tensor) -> Tensor:
-    """The logits [1, T, width] of all tokens from a model that gives them where it is given targets (nanoGPT: it saves work otherwise), if
-    they are those that it gives for each beginning of `ids` alone; then it is called so from now on. Else `last`, [1, 1, width]."""
-
-    def called(ids: Tensor, **targets: Tensor) -> Any:
-        with as_served(model), left_as_it_was(model), model_code(UnsupportedError):
-            return logits_in(model(**plain_inputs(model, ids), **targets))
-
-    for name in target_arguments(model):
-        try:
-            given = called(ids, **{name: ids[None]})
-            alone = torch.stack([called(ids[:end])[0, 0] for end in range(1, len(ids) + 1)])
-        except UnsupportedError:
-            continue
-        if isinstance(given, Tensor) and given.shape == (1, *alone.shape):
-            error = typical(row_errors(given[0], alone))
-            if error <= LOGITS.get(given.dtype, LOGITS_16_BIT):
-                call_with_targets(model, name)
-                return given
-    return last
-
-
-def logits_in(output: Any) -> Any:
-    """The logits among what a model returns: itself, its `logits`, or the first of several; None where there are none."""
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, Mapping) or hasattr(output, "logits"):
-        return output.get("logits") if isinstance(output, Mapping) else output.logits
-    return output[0] if isinstance(output, (tuple, list)) and output else None
 
 
 def _refuse_renormalised(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 from paged_attn.calling.body import Body
-from paged_attn.calling.call_signature import few_ids, plain_inputs, positions_are_optional, takes
+from paged_attn.calling.call_signature import few_ids, positions_are_optional, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.capture.inductor.pdl import pdl
 from paged_attn.check.runs.steps import ProbeSettings
@@ -28,11 +28,12 @@ from paged_attn.compiled.graph_inputs import GraphInputs, logits_of
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.model.causality import OF_ALL_TOKENS, OF_CHOICES, refuse_acausal, refuse_both_directions
 from paged_attn.engine.model.model_output import check_output
+from paged_attn.engine.model.rows_of_logits import rows_of_logits
 from paged_attn.engine.runners.merged_weights import bind_merged
 from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_around
 from paged_attn.engine.tracing.ropes_by_length import RopesByLength
 from paged_attn.engine.tracing.trace_failure import NotTraced, with_advice
-from paged_attn.engine.tracing.trace_model import TRACE_TOKENS, call_model, only_device, trace_inputs, trace_model
+from paged_attn.engine.tracing.trace_model import TRACE_TOKENS, only_device, trace_inputs, trace_model
 from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.passes.fx.model_facts import model_dtype
@@ -202,7 +203,7 @@ class ModelRunner:
         """Logits [T, vocabulary] of a prompt [T] by the unmodified model, called as its users call it, or with position_ids 0, 1, ..."""
         what = f"{type(self.model).__name__} itself can not be called on {len(prompt)} token ids"
         with model_code(lambda why: UnsupportedError(f"{what}: {why}")):
-            return call_model(self.model, plain_inputs(self.model, prompt, positions))[0]
+            return rows_of_logits(self.model, prompt, positions)
 
     def _counts_otherwise(self, refusal: UnsupportedError) -> bool:
         """Whether a model that was refused with position_ids 0, 1, ... numbers positions in another way when it is given none.

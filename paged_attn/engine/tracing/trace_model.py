@@ -22,8 +22,9 @@ from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.refusals import unwrapped_refusals
 from paged_attn.compiled_graph import CompiledGraph
-from paged_attn.engine.model.model_output import logits_in
+from paged_attn.engine.model.rows_of_logits import gives_last_alone, logits_in
 from paged_attn.engine.tracing.experts_as_ops import experts_as_ops
+from paged_attn.engine.tracing.last_token import for_all_tokens
 from paged_attn.engine.tracing.looping.as_ops import looping_experts_as_ops
 from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_around, on_all_tokens
 from paged_attn.engine.tracing.opaque_modules import ReadsMask, line_of, modules_as_ops, untraceable_class
@@ -250,6 +251,8 @@ def _traced(
                 failed.append(reason)
                 return stop
         only_logits(gm)
+        if gives_last_alone(wanted[0][0]):
+            for_all_tokens(gm)
         captured.append((CompiledGraph.of_trace(gm, example_inputs, *wanted[0]), list(example_inputs)))
         return stop
 

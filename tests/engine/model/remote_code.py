@@ -197,10 +197,3 @@ class UninitialisedScores(Causal):
         for layer in self.layers:
             x = layer(x, mask, table)
         return self.head(x)
-
-
-class LastTokenOnly(SlicedRotary):
-    """Logits of the last token alone."""
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        return super().forward(input_ids, position_ids)[:, [-1], :]

@@ -11,7 +11,6 @@ import transformers
 from torch import Tensor, nn
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
-from tests.engine.model.remote_code import LastTokenOnly
 from tests.engine.runners.own_positions import PLACES, POSITIONS, VOCAB, Decoder, greedy_loop
 from tests.oracle import random_prompts
 from tests.tiny_models import config_for
@@ -42,7 +41,6 @@ REFUSED = {
     "rows of its own": (lambda: Returning(lambda logits: torch.cat([logits[:, :4], logits], 1)), r"it puts 4 rows of its own among"),
     "two dims": (lambda: Returning(lambda logits: logits[0]), r"of shape \[5, 96\] for token ids \[1, 5\]"),
     "nothing": (lambda: Returning(lambda logits: None), "returns a NoneType, and no logits"),
-    "the last token": (LastTokenOnly, r"LastTokenOnly returns logits of shape \[1, 1, 96\] .* those of the last token alone"),
 }
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paged_attn import LLM, SamplingParams, UnsupportedError, explain
-from paged_attn.engine.model.model_output import logits_in
+from paged_attn.engine.model.rows_of_logits import logits_in
 
 WIDTH, HEADS, VOCAB, ROWS = 32, 4, 48, 512
 PROMPTS = [list(range(3, 3 + length)) for length in (2, 9, 17)]
@@ -148,11 +148,40 @@ MODELS: dict[str, Any] = {
 }
 
 
+class LastTokenAlone(Reference):
+    """DeepSeek-V3's: for generation alone."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.norm = how, nn.LayerNorm(WIDTH)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        x = self.hidden(idx)
+        logits: Tensor = {
+            "x[:, -1]": lambda: self.head(self.norm(x)[:, -1]),
+            "x[:, [-1]]": lambda: self.head(self.norm(x[:, [-1], :])).float() * 2,
+            "x[:, -1:]": lambda: torch.tanh(self.head(x[:, -1:]) / 30) * 30,
+            "logits[:, -1]": lambda: self.head(self.norm(x))[:, -1, :],
+        }[self.how]()
+        return logits
+
+
+class OtherWithTargets(LastTokenUnlessTrained):
+    """What it gives in training is no answer."""
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
+        return super().forward(idx if targets is None else idx.flip(1), targets)
+
+
+MODELS |= {how: (lambda how=how: LastTokenAlone(how)) for how in ("x[:, -1]", "x[:, [-1]]", "x[:, -1:]", "logits[:, -1]")}
+MODELS["other logits with targets"] = OtherWithTargets
+
+
 @torch.no_grad()
 def own_tokens(model: nn.Module, prompt: list[int]) -> list[int]:
     ids = list(prompt)
     for _ in range(NEW):
-        ids.append(int(logits_in(model(torch.tensor([ids])))[0, -1].argmax()))
+        ids.append(int(logits_in(model(torch.tensor([ids]))).flatten(0, -2)[-1].argmax()))
     return ids[len(prompt) :]
 
 
@@ -165,14 +194,14 @@ def test_it_is_served_as_it_is(name: str) -> None:
         assert "recomputed" not in explain(llm)
 
 
-class OtherWithTargets(LastTokenUnlessTrained):
-    def hidden(self, idx: Tensor) -> Tensor:
-        return super().hidden(idx.flip(1))
+class MeanOfAll(Reference):
+    def forward(self, idx: Tensor) -> Any:
+        return self.head(self.hidden(idx).mean(1))
 
 
-def test_logits_that_come_with_targets_must_be_those_without() -> None:
-    with pytest.raises(UnsupportedError, match=r"\[1, 1, 48\] for token ids \[1, 5\]: those of the last token alone"):
-        LLM(OtherWithTargets().eval(), num_pages=20)
+def test_logits_of_more_than_the_last_row_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"not made of the last row of something, as head\(x\[:, -1\]\) is: mean"):
+        LLM(MeanOfAll().eval(), num_pages=20)
 
 
 class Branching(Reference):
