@@ -1,5 +1,5 @@
-"""Idioms of reference code (Llama's, nanoGPT's, gpt-fast's, DeepSeek-V3's, OLMo's, minimind's), each in a model of two layers that is
-served as it is: ragged prompts get the tokens of the model's own greedy loop, and nothing is computed anew in every step."""
+"""Idioms of reference code (Llama's, nanoGPT's, gpt-fast's, DeepSeek-V3's, OLMo's, lingua's, minimind's), each in a model of two layers
+that is served as it is: ragged prompts get the tokens of the model's own greedy loop, and nothing is computed anew in every step."""
 
 from __future__ import annotations
 
@@ -121,6 +121,13 @@ class KeptBias(Reference):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias(tokens)[:, :, :tokens, :tokens]).transpose(1, 2)
 
 
+class ViewOfItself(Reference):
+    """lingua's: `x.view_as(x)`, which reads x and its shape."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        return super().attend(q.view_as(q), k.expand_as(k), v.type_as(v), x)
+
+
 class LastTokenUnlessTrained(Reference):
     """nanoGPT's and llama2.c's: the logits of all tokens where it is given targets."""
 
@@ -144,6 +151,7 @@ MODELS: dict[str, Any] = {
     "a bias that is kept": lambda: KeptBias(0),
     "a bias that was kept": lambda: KeptBias(256),
     "targets": LastTokenUnlessTrained,
+    "views of themselves": ViewOfItself,
     "a padded table": lambda: Reference(VOCAB - 5),
 }
 
