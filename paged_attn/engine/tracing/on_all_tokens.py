@@ -33,6 +33,10 @@ class _Given:
     dtype: torch.dtype
 
 
+class Left:
+    """Stands for an object that a module returns beside its rows."""
+
+
 @dataclass(frozen=True)
 class AllTokensCall:
     """How a module is called on so many tokens.
@@ -42,6 +46,7 @@ class AllTokensCall:
         paths: where the tensors are among them.
         like: which of these the result is shaped like.
         at, count: where in the returned tuple the result is, and how long that is; None where it is returned alone.
+        objects: where in it there are objects that are no tensors; the trace has empty ones there, to which a caller may write.
     """
 
     arguments: Mapping[str, Any]
@@ -49,6 +54,7 @@ class AllTokensCall:
     like: int
     at: int | None
     count: int
+    objects: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], output: Any, length: int) -> AllTokensCall | None:
@@ -60,7 +66,10 @@ class AllTokensCall:
                 alike = [i for i, given in enumerate(found.values()) if given.shape == result.shape and given.dtype == result.dtype]
                 if alike:
                     known = tree_map_only(Tensor, lambda tensor: _Given(tensor.dtype), arguments)
-                    return cls(known, tuple(found), alike[0], at if several else None, len(output) if several else 1)
+                    if not several:
+                        return cls(known, tuple(found), alike[0], None, 1)
+                    objects = [i for i, other in enumerate(output) if other is not None and not isinstance(other, Tensor)]
+                    return cls(known, tuple(found), alike[0], at, len(output), tuple(objects))
         return None
 
     def run(self, module: nn.Module, given: Sequence[Tensor]) -> Tensor:
@@ -128,7 +137,7 @@ def _emitter(module: nn.Module, call: AllTokensCall) -> Callable[..., Any]:
             running[0] = False
 
     original, number = module.forward, register_module(module, run)
-    names, paths, like, at, count = positional_names(module), call.paths, call.like, call.at, call.count
+    names, paths, like, at, count, objects = positional_names(module), call.paths, call.like, call.at, call.count, call.objects
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if running[0] or not torch.compiler.is_compiling():
@@ -141,7 +150,9 @@ def _emitter(module: nn.Module, call: AllTokensCall) -> Callable[..., Any]:
                 value = value[key]
             given.append(value)
         result = MODULE_ON_ALL_TOKENS(given, like, number)[:, 0]
-        return result if at is None else tuple([result if index == at else None for index in range(count)])
+        if at is None:
+            return result
+        return tuple([result if index == at else Left() if index in objects else None for index in range(count)])
 
     return forward
 

@@ -49,16 +49,22 @@ class Indexer(nn.Module):
         return allowed
 
 
+class Notes:
+    """What a layer returns beside its rows, and its caller writes to."""
+
+    of = ""
+
+
 class Attention(nn.Module):
     def __init__(self, mix: Mixer, indexed: bool = False) -> None:
         super().__init__()
         self.qkv, self.out, self.mix = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), mix
         self.indexer = Indexer() if indexed else None
 
-    def forward(self, hidden: Tensor, where: dict[str, Any], scale: float = 1.0) -> tuple[Tensor, None]:
+    def forward(self, hidden: Tensor, where: dict[str, Any], scale: float = 1.0) -> tuple[Tensor, None, Notes]:
         q, k, v = self.qkv(hidden).chunk(3, -1)
         mask = where["mask"] if self.indexer is None else self.indexer(k, where["mask"])
-        return self.out(self.mix(q, k, v, where["positions"], mask)) * scale, None
+        return self.out(self.mix(q, k, v, where["positions"], mask)) * scale, None, Notes()
 
 
 class Model(nn.Module):
@@ -72,7 +78,9 @@ class Model(nn.Module):
         x = self.embed(input_ids) + self.positions(position_ids)
         mask = position_ids[0, :, None] >= position_ids[0]
         for layer in self.layers:
-            x = x + layer(x * 2, where={"mask": mask, "positions": position_ids}, **self.given)[0]
+            rows, _, notes = layer(x * 2, where={"mask": mask, "positions": position_ids}, **self.given)
+            notes.of = "attention"
+            x = x + rows
         return self.head(x)
 
 
