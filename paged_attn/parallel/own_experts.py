@@ -33,7 +33,7 @@ class WholeExperts(OwnExperts):
 
     def __init__(self, forward: Callable[..., Tensor], group: str, first: int, count: int, total: int) -> None:
         super().__init__(_without_others(forward, count), group)
-        self.first, self.total = first, total
+        self.first, self.count, self.total = first, count, total
 
     def summed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Of hidden states [T, H], and ids of all ranks' experts and weights [T, k]; [T, H] on every rank."""
