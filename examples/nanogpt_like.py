@@ -1,8 +1,6 @@
-"""A nanoGPT as people write it: fused qkv, attention as a masked softmax over a tril buffer, dropout, learned positions, logits of the last
-token alone unless there are targets.
+"""A nanoGPT as people write it, served as it is: masked softmax over a tril buffer, learned positions, logits of the last token alone.
 
-The model is served as it is; it takes no positions, no cache and no mask. The positions that its forward counts become each request's own,
-and it is called with the tokens as targets, which gives the logits of all (compared with those of the last token, prompt by prompt).
+Its forward counts the positions, which become each request's own, and gives the logits of all tokens when it is called with targets.
 """
 
 import math
@@ -20,17 +18,15 @@ class CausalSelfAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.attn_dropout, self.resid_dropout = nn.Dropout(0.1), nn.Dropout(0.1)
+        self.attn_dropout = self.resid_dropout = nn.Dropout(0.1)
         self.register_buffer("bias", torch.tril(torch.ones(BLOCK, BLOCK)).view(1, 1, BLOCK, BLOCK))
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.size()
-        q, k, v = self.c_attn(x).split(WIDTH, dim=2)
-        q, k, v = (each.view(B, T, HEADS, C // HEADS).transpose(1, 2) for each in (q, k, v))
+        q, k, v = (each.view(B, T, HEADS, C // HEADS).transpose(1, 2) for each in self.c_attn(x).split(WIDTH, dim=2))
         att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
-        att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
-        att = self.attn_dropout(F.softmax(att, dim=-1))
-        y = (att @ v).transpose(1, 2).contiguous().view(B, T, C)
+        att = F.softmax(att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf")), dim=-1)
+        y = (self.attn_dropout(att) @ v).transpose(1, 2).contiguous().view(B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
 
@@ -53,9 +49,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        T = idx.size(1)
-        assert T <= BLOCK, f"a sequence of {T} tokens, but block_size is {BLOCK}"
-        x = self.drop(self.wte(idx) + self.wpe(torch.arange(0, T, dtype=torch.long, device=idx.device)))
+        x = self.drop(self.wte(idx) + self.wpe(torch.arange(0, idx.size(1), dtype=torch.long, device=idx.device)))
         for block in self.h:
             x = block(x)
         x = self.ln_f(x)

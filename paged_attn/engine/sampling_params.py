@@ -14,6 +14,7 @@ from typing import Any
 
 from paged_attn.engine.setting_names import OTHER_PARAM, SAME_PARAM, familiar, with_hint
 from paged_attn.shown import shown
+from paged_attn.utf8 import is_utf8
 
 LogitsProcessor = Callable[[Any, Any], Any]  # (input_ids [1, T], scores [1, V]) -> scores; tensors
 MAX_PENALTY = 2.0
@@ -290,7 +291,7 @@ def _bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:
             raise TypeError(f"bad_words: got {shown(word)} in {shown(value)}; allowed: {allowed}; write [id] for one token")
         if not word or (isinstance(word, str) and not word.strip()):
             raise ValueError(f"bad_words: got {shown(word)} in {shown(value)}; allowed: {allowed}, none of them empty; leave it out")
-        if isinstance(word, str) and any("\ud800" <= character <= "\udfff" for character in word):
+        if isinstance(word, str) and not is_utf8(word):
             raise ValueError(f"bad_words: got {shown(word)}, which holds half of a surrogate pair; allowed: text; send both halves or none")
         words.append(word if isinstance(word, str) else tuple(_whole("bad_words", token, "take ids from the tokenizer") for token in word))
     return tuple(words)

@@ -124,6 +124,24 @@ def score_products(scores: fx.Node, num_tokens: Any) -> list[Product]:
     return [found[node] for node in sorted(found)]
 
 
+def weighted_sums(softmax: fx.Node, num_tokens: Any) -> list[Product]:
+    """The products of a softmax's weights, whatever is done to them before, with something that has one dim of tokens."""
+    found: dict[fx.Node, Product] = {}
+    pending, seen = [softmax], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for user in node.users:
+            product = product_of(user)
+            if product is not None and node is product.left and token_dims(product.right, num_tokens) == 1:
+                found[user] = product
+            elif token_dims(user, num_tokens) >= 2:
+                pending.append(user)
+    return list(found.values())
+
+
 def split_baddbmm(graph: fx.Graph) -> None:
     """`baddbmm(input, a, b, beta=, alpha=)` becomes beta * input + alpha * bmm(a, b), so that the product stands alone.
 

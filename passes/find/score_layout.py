@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from paged_attn.passes.find.products import Product, product_of, score_products
+from paged_attn.passes.find.products import Product, score_products, weighted_sums
 from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, shape_of, symbol, token_dims
 
 
@@ -35,7 +35,7 @@ def bring_to_layout(softmax: fx.Node, num_tokens: Any) -> fx.Node:
         return softmax
     scores = argument_of(softmax, 0, "input")
     products = score_products(scores, num_tokens)
-    outputs = _weighted_sums(softmax, num_tokens)
+    outputs = weighted_sums(softmax, num_tokens)
     if not products or not outputs:
         return softmax
     for product in products:
@@ -53,23 +53,6 @@ def bring_to_layout(softmax: fx.Node, num_tokens: Any) -> fx.Node:
     softmax.replace_all_uses_with(result)
     softmax.graph.erase_node(softmax)
     return new
-
-
-def _weighted_sums(softmax: fx.Node, num_tokens: Any) -> list[Product]:
-    """Products of the weights, whatever is between, with something that has one dim of tokens."""
-    found, pending, seen = dict[fx.Node, Product](), [softmax], set[fx.Node]()
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for user in node.users:
-            product = product_of(user)
-            if product is not None and node is product.left and token_dims(product.right, num_tokens) == 1:
-                found[user] = product
-            elif token_dims(user, num_tokens) >= 2:
-                pending.append(user)
-    return list(found.values())
 
 
 def _relabel(product: Product, left_labels: str, layout: str) -> None:

@@ -19,10 +19,10 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores, attention_stand_in, module_path
 from paged_attn.passes.find.decompose_flex import decompose_flex
 from paged_attn.passes.find.dual_chunk import find_dual_chunk
-from paged_attn.passes.find.products import Product, product_of, score_products, split_baddbmm
+from paged_attn.passes.find.products import Product, score_products, split_baddbmm, weighted_sums
 from paged_attn.passes.find.score_layout import bring_to_layout, token_axes
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, move_before, op_name, shape_of, symbol, token_dims
+from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, move_before, op_name, shape_of, symbol
 
 _SOFTMAX = {
     F.softmax,
@@ -105,22 +105,10 @@ class _Walk:
 
     def weighted_sum(self) -> Product:
         """The product of the weights with v."""
-        found: dict[fx.Node, Product] = {}
-        pending, seen = [self.softmax], set[fx.Node]()
-        while pending:
-            node = pending.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            for user in node.users:
-                product = product_of(user)
-                if product is not None and node is product.left and token_dims(product.right, self.form.num_tokens) == 1:
-                    found[user] = product
-                elif token_dims(user, self.form.num_tokens) >= 2:
-                    pending.append(user)
+        found = weighted_sums(self.softmax, self.form.num_tokens)
         if len(found) != 1:
             raise self.refusal(f"its weights are multiplied with values in {len(found)} places; known is one")
-        return next(iter(found.values()))
+        return found[0]
 
     def log_sum_exp(self) -> fx.Node | None:
         """A logsumexp of the same scores over the last dim."""

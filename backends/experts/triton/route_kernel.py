@@ -54,9 +54,8 @@ def route_kernel(
             taken = tl.where(group == best_group, 1, taken)
             worth = tl.where(group == best_group, float("-inf"), worth)
         choice = tl.where(real & (taken == 0)[:, None], hidden, choice)
-    choice = tl.where(
-        real, tl.maximum(choice, LOWEST, propagate_nan=tl.PropagateNan.ALL), float("-inf")
-    )  # chosen ones are below all others
+    finite = tl.maximum(choice, LOWEST, propagate_nan=tl.PropagateNan.ALL)  # what is chosen becomes -inf, below all that is left
+    choice = tl.where(real, finite, float("-inf"))
     flat, scores = tl.reshape(choice, [G * S]), tl.reshape(score, [G * S])
     every = tl.arange(0, G * S)
     k = tl.arange(0, K)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from paged_attn.chat.marks import overlap
 from paged_attn.chat.tools import Tool
+from paged_attn.utf8 import is_utf8
 
 MAX_CALLS_ENFORCED = 16  # of one answer
 SPACE = " \t\r\n"
@@ -152,11 +153,6 @@ def as_text(arguments: Any) -> str | None:
         return text if is_utf8(text) else json.dumps(arguments)
     except (ValueError, RecursionError):
         return None
-
-
-def is_utf8(text: str) -> bool:
-    """Whether there is no half of a surrogate pair in it, which JSON may write as an escape."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def json_calls_grammar(tools: Sequence[Tool], key: str) -> list[str]:

@@ -14,7 +14,7 @@ from paged_attn.calling.call_signature import few_ids, plain_inputs, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.engine.model.auto_class import refuse_other_kinds
-from paged_attn.engine.model.rows_of_logits import logits_in, logits_of_all
+from paged_attn.engine.model.rows_of_logits import forget_how, logits_in, logits_of_all
 from paged_attn.passes.fx.model_facts import is_vocabulary, max_positions, model_device
 
 TOKENS = 5
@@ -35,6 +35,7 @@ def check_output(model: nn.Module, may_pick_rows: bool = True) -> int:
             tuning. Or the call replaces modules, or writes weights.
     """
     refuse_other_kinds(model)
+    forget_how(model)
     _refuse_renormalised(model)
     count = min(TOKENS, max_positions(model) or TOKENS)
     ids = few_ids(model, 1 + count, model_device(model))[1:] % TOKENS  # in no order that positions have

@@ -55,6 +55,11 @@ def logits_of_all(model: nn.Module, ids: Tensor) -> Tensor:
     return alone[None]
 
 
+def forget_how(model: nn.Module) -> None:
+    """It may have been changed since it was last looked at."""
+    _last_alone.discard(model)
+
+
 def gives_last_alone(model: nn.Module) -> bool:
     return model in _last_alone
 

@@ -183,12 +183,18 @@ def _runs(model: nn.Module, length: int, positions: bool) -> bool:
 
 def call_model(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """The logits of a call, whatever the model wraps them in."""
-    logits: Tensor = torch.ops.aten.alias(logits_in(model(**inputs)))
+    logits: Tensor = logits_in(model(**inputs))
     return logits
 
 
+def _call_and_mark(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """What is traced: the same, with a node of its own for what is returned."""
+    marked: Tensor = torch.ops.aten.alias(call_model(model, inputs))
+    return marked
+
+
 def only_logits(gm: fx.GraphModule) -> None:
-    """Of a trace of `call_model`: what it returns alone is output, and not what a model keeps of the call (a bias for so many tokens)."""
+    """Of a trace of `_call_and_mark`: what it returns alone is output, and not what a model keeps of the call (a bias, the last loss)."""
     *_, returned = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.alias)
     gm.graph.output_node().args = ((returned.args[0],),)
     remove_dead_code(gm.graph)
@@ -257,7 +263,7 @@ def _traced(
         return stop
 
     # Dynamo counts recompiles per code object; a copy keeps engines from using up each other's limit.
-    target = types.FunctionType(call_model.__code__.replace(), call_model.__globals__)
+    target = types.FunctionType(_call_and_mark.__code__.replace(), _call_and_mark.__globals__)
     # What other models in this process looked like must not make this one's numbers symbolic.
     settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False, ignore_logger_methods=messages())
     try:
