@@ -98,7 +98,7 @@ class Engine:
             self.runner = make_runner(model, self.config)
         if self.pooler is not None:
             refuse_for_pooling(self.runner, self.pooler, self.config)
-        limits = ModelLimits.of(model, self.runner.max_positions, self.runner.length_borders)
+        limits = ModelLimits.of(model, self.runner.max_positions, self.runner.length_borders, self.runner.token_ids)
         defaults = default_params(model) if self.config.generation_config == "auto" else SamplingParams()
         if cuda and given.max_batch_tokens is None and self.runner.experts_per_choice >= MANY_EXPERTS:
             self.config = self.config.with_(max_batch_tokens=MANY_EXPERTS_STEP_TOKENS)
@@ -133,7 +133,7 @@ class Engine:
             limits, self.kv.longest, self.config.page_size, tokenizer, self.states is not None, defaults,
             None if self.is_causal else self.config.step_tokens,
         )  # fmt: skip
-        width = limits.vocab_size if self.pooler is None else self.pooler.body.width
+        width = self.runner.token_ids.chosen if self.pooler is None else self.pooler.body.width
         self.scheduler = Scheduler(
             self.config, self.kv, score_rows(width) if self.is_causal else NO_SCORES, not self.is_causal, bool(limits.length_borders)
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
@@ -20,7 +21,16 @@ from paged_attn.passes.prove.mask_family import BoolMatrix, draw
 from paged_attn.passes.prove.score_subgraph import zeros_for
 from paged_attn.passes.prove.subgraph_probe import ProbeFailed, SubgraphProbe
 
+_LINEARS = (F.linear, torch.ops.aten.linear.default)
 SMALLEST_TABLE = 32  # positions that suffice to tell windows and chunks of the scaled sizes apart
+
+
+class ShortTable(UnsupportedError):
+    """A mask's table has too few positions (`length`) for a proof; it may be one that grows in forward."""
+
+    def __init__(self, what: str, length: int) -> None:
+        super().__init__(what)
+        self.length = length
 
 
 @dataclass(frozen=True)
@@ -49,12 +59,12 @@ class MaskProbe(SubgraphProbe):
         self.one_head = products is not None
         self.first_column = 0  # of the keys among the softmax's columns: 1 after a sink
         # A mask that is read from a stored table (or multiplies weights) shows itself only over that table's length.
-        tables = [v.shape[-1] for v in self.owned.values() if v.dim() >= 2 and v.shape[-1] == v.shape[-2] > 1]
+        owned = (v for node, v in self.owned.items() if not _is_weight(node))
+        tables = [v.shape[-1] for v in owned if v.dim() >= 2 and v.shape[-1] == v.shape[-2] > 1]
         self.table_length = min(max(tables, default=0), 4096)
         if 0 < self.table_length < SMALLEST_TABLE:
-            raise UnsupportedError(
-                f"{where}: its mask is read from a table of {self.table_length} positions; a proof needs {SMALLEST_TABLE}"
-            )
+            what = f"{where}: its mask is read from a table of {self.table_length} positions; a proof needs {SMALLEST_TABLE}"
+            raise ShortTable(what, self.table_length)
 
     def run(self, lengths: Sequence[int], scale: Sequence[int] | None, seed: int) -> Seen:
         """What is seen on a row of sequences of these lengths; `scale` None leaves literals as they are.
@@ -91,6 +101,11 @@ class MaskProbe(SubgraphProbe):
             given[node] = torch.zeros([as_traced(size) for size in value.shape], dtype=value.dtype, device=value.device)
         result: Tensor = evaluate(self.nodes, given, self.result)
         return result
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """Of linear layers, such as those that make a bias of a distance: of any size, and of no position."""
+    return bool(node.users) and all(user.target in _LINEARS and user.args[1:2] == (node,) for user in node.users)
 
 
 def as_seen(mask: Tensor, total: int, where: str) -> Seen:

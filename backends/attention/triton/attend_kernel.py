@@ -42,7 +42,7 @@ def scores(raw, scale, softcap, slope, bias_rows, position, keys, bias_width, bi
         else:
             bias_column = tl.minimum(keys[None, :] + position[:, None] * 0, bias_width - 1)
         biased = LOG2E * tl.load(bias_rows[:, None] + bias_column, mask=bias_mask[:, None], other=0.0).to(tl.float32)
-        s += tl.maximum(biased, LEAST_BIAS)
+        s += tl.maximum(biased, LEAST_BIAS, propagate_nan=tl.PropagateNan.ALL)
     return s
 
 

@@ -12,31 +12,46 @@ import numpy as np
 
 from paged_attn.calling.body import Body
 from paged_attn.calling.call_signature import input_embeddings
+from paged_attn.engine.model.model_output import TokenIds
 from paged_attn.passes.fx.model_facts import max_positions, text_config
 from paged_attn.shown import shown
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Limits that the model's own config states, or its tables show; None where there is none. `length_borders`: see `Runner`."""
+    """Limits that the model's own config states, or its tables show; None where there is none.
+
+    Attributes:
+        vocab_size: prompts hold ids below it.
+        length_borders: see `Runner`.
+        num_logits: ids below it can be chosen; a padded table has more.
+    """
 
     vocab_size: int | None
     max_positions: int | None
     eos_token_ids: frozenset[int]
     length_borders: tuple[int, ...] = ()
+    num_logits: int | None = None
 
     @classmethod
-    def of(cls, model: Any, positions: int | None = None, borders: tuple[int, ...] = ()) -> ModelLimits:
-        """`positions`: the limit that the model's graph shows, config included; without it the config's alone."""
+    def of(cls, model: Any, positions: int | None = None, borders: tuple[int, ...] = (), ids: TokenIds | None = None) -> ModelLimits:
+        """The limits of a model.
+
+        Args:
+            positions: the limit that the model's graph shows, config included; without it the config's alone.
+            ids: what a call of the model showed.
+        """
         text = text_config(model)
         if isinstance(model, Body):
             limits = [limit for limit in (model.longest, positions) if limit is not None]
             return cls(model.vocab_size, min(limits, default=None), frozenset(), borders)
-        vocab = getattr(input_embeddings(model), "num_embeddings", None) or getattr(text, "vocab_size", None)
+        read, chosen = (None, None) if ids is None else (ids.read, ids.chosen)
+        vocab = getattr(input_embeddings(model), "num_embeddings", None) or getattr(text, "vocab_size", None) or read
         eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         eos = eos if eos is not None else getattr(text, "eos_token_id", None)
-        ids = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
-        return cls(vocab, max_positions(model) if positions is None else positions, frozenset(int(i) for i in ids), borders)
+        ends = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
+        longest = max_positions(model) if positions is None else positions
+        return cls(vocab, longest, frozenset(int(end) for end in ends), borders, chosen)
 
     def ends_a_side(self, length: int) -> bool:
         """Whether a request of one token more than `length` needs other keys, and may have so many."""
@@ -82,10 +97,11 @@ class ModelLimits:
         )
 
     def check_biases(self, biases: Iterable[tuple[int, float]]) -> None:
-        """Raises ValueError for a token id that this model does not have."""
+        """Raises ValueError for a token id that this model can not choose."""
+        limit = self.vocab_size if self.num_logits is None else self.num_logits
         for token, _ in biases:
-            if self.vocab_size is not None and token >= self.vocab_size:
-                raise ValueError(f"logit_bias: got token id {shown(token)}; allowed: 0 to {self.vocab_size - 1}, the ids of this model")
+            if limit is not None and token >= limit:
+                raise ValueError(f"logit_bias: got token id {shown(token)}; allowed: 0 to {limit - 1}, what the model's logits are of")
 
     def allowed_new_tokens(self, prompt: int, wanted: int) -> int:
         """`wanted`, cut so that no token lies past the model's positions (such a request ends with "length")."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,25 @@ from paged_attn.passes.fx.model_facts import is_vocabulary, max_positions, model
 TOKENS = 5
 
 
-def check_output(model: nn.Module, may_pick_rows: bool = True) -> int:
+class TokenIds(NamedTuple):
+    """Which token ids a model has; each bound is one above the largest.
+
+    Attributes:
+        read: of those that a prompt may hold; None if no table of the model says so.
+        chosen: of those that there are logits for. A padded table has rows for more.
+        tried: of those that checks make prompts of.
+    """
+
+    read: int | None
+    chosen: int
+    tried: int
+
+
+def check_output(model: nn.Module, may_pick_rows: bool = True) -> TokenIds:
     """Call the model on a few tokens, as its users do, and look at what comes.
 
     Args:
         may_pick_rows: it may give the logits of the last token alone (`rows_of_logits.py`).
-
-    Returns:
-        How many token ids it has.
 
     Raises:
         UnsupportedError: it is no model that continues a text. Or there are no logits, they are not [1, T, width] for [1, T] token ids, or
@@ -59,11 +70,11 @@ def check_output(model: nn.Module, may_pick_rows: bool = True) -> int:
             "the model with its head (AutoModelForCausalLM), or wrap it in a module that returns logits [1, T, vocabulary]."
         )
     width = logits.shape[-1]
-    over_tokens = any(is_vocabulary(width, size) for size in tables)
+    over_tokens = [size for size in tables if is_vocabulary(width, size)]
     if logits.shape[:-1] in ((1,), (1, 1)) and (over_tokens or not tables) and may_pick_rows:
         logits = logits_of_all(model, ids)
     if logits.shape[:-1] != (1, len(ids)):
-        why = _why(logits, len(ids), over_tokens or not tables)
+        why = _why(logits, len(ids), bool(over_tokens) or not tables)
         raise UnsupportedError(f"{name} returns logits of shape {list(logits.shape)} for token ids [1, {len(ids)}]{why}")
     if tables and not over_tokens and not _says_it_generates(model):
         raise UnsupportedError(
@@ -72,7 +83,7 @@ def check_output(model: nn.Module, may_pick_rows: bool = True) -> int:
             "Load the model with its head (AutoModelForCausalLM); a module whose output is over other tokens than its input says that it "
             "generates by a method can_generate() that returns True."
         )
-    return min(tables, default=int(width))
+    return TokenIds(min(over_tokens, default=None), int(width), min([*tables, int(width)]))
 
 
 def _refuse_renormalised(model: nn.Module) -> None:

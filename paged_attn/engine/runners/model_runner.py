@@ -21,13 +21,14 @@ from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 from paged_attn.calling.body import Body
 from paged_attn.calling.call_signature import few_ids, positions_are_optional, takes
 from paged_attn.calling.evaluating import as_served
+from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.capture.inductor.pdl import pdl
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.runs.traced_served import TracedServed
 from paged_attn.compiled.graph_inputs import GraphInputs, logits_of
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.model.causality import OF_ALL_TOKENS, OF_CHOICES, refuse_acausal, refuse_both_directions
-from paged_attn.engine.model.model_output import check_output
+from paged_attn.engine.model.model_output import TokenIds, check_output
 from paged_attn.engine.model.rows_of_logits import rows_of_logits
 from paged_attn.engine.runners.merged_weights import bind_merged
 from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_around
@@ -76,19 +77,19 @@ class ModelRunner:
             self.dtype = model_dtype(model)
             self.ropes = RopesByLength(model)
             self.probe = replace(probe or ProbeSettings(), length_borders=self.ropes.borders)
-            num_ids = model.num_ids if isinstance(model, Body) else check_output(model)
+            self.token_ids = TokenIds(model.vocab_size, 0, model.num_ids) if isinstance(model, Body) else check_output(model)
             try:
                 with pdl(options.pdl):
                     self._capture_with_state(options)
             except UnsupportedError as refusal:
-                self._refuse_choices(num_ids)
+                self._refuse_choices()
                 if isinstance(refusal, NotTraced):
-                    refuse_acausal(model, 0, num_ids, OF_ALL_TOKENS)
+                    refuse_acausal(model, 0, self.token_ids.tried, OF_ALL_TOKENS)
                     if not self.recurrent:  # without a trace there would be no room for states
                         raise with_advice(model, refusal) from refusal.__cause__
                 raise
             if options.self_check:
-                self._refuse_choices(num_ids)
+                self._refuse_choices()
             self._leave: Callable[[], Any] = undo.pop_all().close
             if self.ranks is not None:  # there is something to undo, and a runner may be dropped without `close`
                 self._leave = weakref.finalize(self, self._leave)
@@ -126,12 +127,12 @@ class ModelRunner:
                 ) from refusal
             raise
 
-    def _refuse_choices(self, num_ids: int) -> None:
+    def _refuse_choices(self) -> None:
         """A choice of the best keys is one of the tokens alone, unless equal scores are told apart by how many there are."""
         compiled = getattr(self, "compiled", None)
         counts = [spec.chooses for spec in (compiled.specs if compiled else ()) if isinstance(spec, RecomputeSpec) and spec.chooses]
         if counts:
-            refuse_acausal(self.model, min(counts), num_ids, OF_CHOICES.format(min(counts)))
+            refuse_acausal(self.model, min(counts), self.token_ids.tried, OF_CHOICES.format(min(counts)))
 
     def _capture(self, options: CompileOptions, positions: bool) -> None:
         def inputs_of(length: int) -> dict[str, Any]:
@@ -196,7 +197,7 @@ class ModelRunner:
         rows = torch.arange(TRACE_TOKENS, device=self.device)
         ids = few_ids(self.model, TRACE_TOKENS, self.device)
         args, traced = (inputs.fill(ids, rows, rows) for inputs in (self.inputs, self._traced))
-        with as_served(self.model):
+        with as_served(self.model), left_as_it_was(self.model):
             self.compiled.check(args, lambda prompt: self.logits_alone(prompt, self.follow_generate), self.probe, traced, again)
 
     def logits_alone(self, prompt: Tensor, positions: bool = False) -> Tensor:

@@ -79,7 +79,7 @@ class PatchedRunner:
             self.max_positions = min((each for each in (max_positions(model), ropes.longest) if each is not None), default=None)
             probe = replace(probe or ProbeSettings(), length_borders=ropes.borders)
             patched = self._patched = Patched(model, options.self_check, probe)
-            num_ids = check_output(model, may_pick_rows=False)
+            self.token_ids = check_output(model, may_pick_rows=False)
             self._token = token_argument(model)
             self._more: dict[str, Any] = {"use_cache": False} if takes(model, "use_cache") else {}
             refuse_recurrent(model, "an engine with eager breaks")
@@ -89,7 +89,7 @@ class PatchedRunner:
                     undo.enter_context(patched)
                 except UnsupportedError:
                     if patched.layers:  # each was proved, and the numbers are others nevertheless
-                        refuse_acausal(model, 0, num_ids, OF_ALL_TOKENS)
+                        refuse_acausal(model, 0, self.token_ids.tried, OF_ALL_TOKENS)
                     raise
                 self.layers = patched.layers
                 refuse_both_directions(patched.layers)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.check.runs.served import Served
+from paged_attn.engine.model.model_output import TokenIds
 from paged_attn.parallel.ranks import Ranks
 from paged_attn.recurrent.layer import RecurrentLayer
 
@@ -19,6 +20,7 @@ class Runner(Protocol):
 
     Attributes:
         layers: the attention layers, for a pool.
+        token_ids: of the model.
         max_positions: the longest sequence, None without limit; max_rows: the most tokens of one call, likewise.
         recurrent: the layers with recurrent state.
         ranks: the processes that hold the shards of the model and run it together; None for a whole one.
@@ -33,6 +35,7 @@ class Runner(Protocol):
     model: nn.Module
     device: torch.device
     dtype: torch.dtype
+    token_ids: TokenIds
     max_rows: int | None
     ranks: Ranks | None
 

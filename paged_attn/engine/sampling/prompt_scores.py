@@ -14,7 +14,6 @@ from paged_attn.engine.sampling.sampler_output import Logprobs, SampledToken, Sa
 LOGITS_BYTES = 256 << 20  # of float32 logits that a step computes for scores at most
 BLOCK_BYTES = 16 << 20  # of float32 log-probabilities at a time; finding the largest takes some six times as much
 LEAST_ROWS = 16
-LARGE_VOCABULARY = 1 << 18  # assumed of a model that does not say
 
 
 class ScoredTokens(NamedTuple):
@@ -26,9 +25,9 @@ class ScoredTokens(NamedTuple):
     num_likely: int
 
 
-def score_rows(vocab_size: int | None) -> int:
+def score_rows(vocab_size: int) -> int:
     """How many tokens a step may score, so that their logits stay within LOGITS_BYTES."""
-    return max(LOGITS_BYTES // (4 * (vocab_size or LARGE_VOCABULARY)), LEAST_ROWS)
+    return max(LOGITS_BYTES // (4 * vocab_size), LEAST_ROWS)
 
 
 class PromptScores:
@@ -57,7 +56,8 @@ class PromptScores:
 
 
 def _scored(logits: Tensor, rows: Tensor, targets: Tensor, likely: Sequence[int]) -> tuple[Tensor, Logprobs]:
-    """rows and targets [L] int64 -> the targets, -1 where the logits [V] of their row are not finite, and their log-probabilities."""
+    """rows and targets [L] int64 -> the targets, -1 where the logits [V] of their row are not finite, and their log-probabilities: -inf of
+    ids that there are no logits for (a padded table has more rows)."""
     most, vocab = min(max(likely), logits.shape[-1]), logits.shape[-1]
     block = max(BLOCK_BYTES // (4 * vocab), 1)
     tokens, own, top_ids, top = [], [], [], []
@@ -65,7 +65,8 @@ def _scored(logits: Tensor, rows: Tensor, targets: Tensor, likely: Sequence[int]
         chosen = logits.index_select(0, few_rows).float()
         tokens.append(torch.where(chosen.amax(-1).isfinite(), few_targets, -1))  # NaN counts as the largest
         logprobs = chosen.log_softmax(-1)
-        own.append(logprobs.gather(-1, few_targets.unsqueeze(-1)).squeeze(-1))
+        known = logprobs.gather(-1, few_targets.clamp(max=vocab - 1).unsqueeze(-1)).squeeze(-1)
+        own.append(known.masked_fill(few_targets >= vocab, -torch.inf))
         top_ids.append(most_likely(logprobs, most))
         top.append(logprobs.gather(-1, top_ids[-1]))
     return torch.cat(tokens), Logprobs(list(range(len(likely))), list(likely), torch.cat(own), torch.cat(top_ids), torch.cat(top))

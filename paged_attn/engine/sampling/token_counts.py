@@ -32,7 +32,7 @@ class TokenCounts:
         """Their rows of `counts`, up to date.
 
         Raises:
-            ValueError: a token that the vocabulary does not have.
+            ValueError: a token was chosen that the vocabulary does not have.
         """
         new = [state for state in states if state not in self._rows]
         if new:
@@ -69,9 +69,11 @@ class TokenCounts:
         self._rows.update(zip(states, rows, strict=True))
 
     def _counted(self, state: SamplingState) -> Counter[int]:
+        """Of what there are logits for: the prompt may hold other ids, of a padded table."""
         counted = Counter(state.tokens[state.num_prompt :])
         for token in set(state.tokens[: state.num_prompt]):
-            counted[token] += IN_PROMPT
+            if token < self.vocabulary:
+                counted[token] += IN_PROMPT
         if counted and not 0 <= min(counted) <= max(counted) < self.vocabulary:
             wrong = next(token for token in counted if not 0 <= token < self.vocabulary)
             raise ValueError(f"tokens so far: got id {wrong}; allowed: 0 to {self.vocabulary - 1}, what the model's logits are of")

@@ -23,6 +23,7 @@ from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.refusals import unwrapped_refusals
 from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.engine.model.rows_of_logits import gives_last_alone, logits_in
+from paged_attn.engine.tracing.einx_calls import any_length
 from paged_attn.engine.tracing.experts_as_ops import experts_as_ops
 from paged_attn.engine.tracing.last_token import for_all_tokens
 from paged_attn.engine.tracing.looping.as_ops import looping_experts_as_ops
@@ -38,6 +39,7 @@ from paged_attn.engine.tracing.while_tracing import messages, no_collections, no
 from paged_attn.passes.find.softmax import UnknownAttention
 from paged_attn.passes.fx.graph_tools import remove_dead_code
 from paged_attn.passes.fx.model_facts import max_positions
+from paged_attn.passes.prove.mask_probe import ShortTable
 from paged_attn.stopwatch import part
 
 logger = logging.getLogger("paged_attn")
@@ -142,7 +144,10 @@ def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: b
                 _say_limit(model, length - 2, positions, refusal)
                 return best
             if length == TRACE_TOKENS:
-                raise
+                if not isinstance(refusal, ShortTable) or not _runs(model, refusal.length + 1, positions):
+                    raise
+                length = refusal.length + 2  # the table may be what calls of so many tokens left in the model
+                continue
             logger.info("%s can only be captured for up to %d positions: %s", type(model).__name__, length - 2, refusal)
             return _capture(model, options, trace_inputs(model, TRACE_TOKENS, positions), True, layers)
         bound = compiled.rewrite.form.max_tokens
@@ -171,7 +176,7 @@ def _say_limit(model: nn.Module, bound: int, positions: bool, refusal: Unsupport
 def _runs(model: nn.Module, length: int, positions: bool) -> bool:
     """Whether the model itself takes that many tokens."""
     try:
-        with as_served(model):
+        with as_served(model), left_as_it_was(model):
             model(**trace_inputs(model, length, positions))
     except torch.OutOfMemoryError:
         raise
@@ -268,7 +273,7 @@ def _traced(
     settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False, ignore_logger_methods=messages())
     try:
         with (
-            as_served(model), plain_buffers(model), settings, unwrapped_refusals(), no_collections(), no_metrics_log(),
+            as_served(model), plain_buffers(model), settings, unwrapped_refusals(), no_collections(), no_metrics_log(), any_length(),
             marked(model, layers) as numbers,
         ):  # fmt: skip
             torch.compile(target, backend=backend, fullgraph=True)(model, inputs)

@@ -110,16 +110,35 @@ def test_talking_heads(mixed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "words"),
+    "layout",
     [
-        ({"rel_pos_bias": True}, r"the number of tokens becomes a constant at \S*x_transformers\.py:\d+ \(`rel_pos = einx"),
-        ({"alibi_pos_bias": True}, r"the number of tokens becomes a constant at \S*x_transformers\.py:\d+ \(`bias = -einx"),
-        ({**ROTARY, "rotary_xpos": True}, r"net\.attn_layers.* is made from the number of tokens and depends on the number of tokens"),
+        {"rel_pos_bias": True},
+        {"alibi_pos_bias": True, "alibi_num_heads": 2},
+        {"dynamic_pos_bias": True, "dynamic_pos_bias_log_distance": False},  # an MLP of the distance, with a square weight of 8 rows
+        {**ROTARY, "num_residual_streams": 2},
+        {**ROTARY, "attn_gate_values": True, "attn_gate_value_heads": True},
     ],
+    ids=lambda layout: [*layout][-1],
 )
-def test_positions_by_what_can_not_be_captured_are_refused_with_the_place(layout: dict[str, Any], words: str) -> None:
+def test_what_calls_einx(layout: dict[str, Any]) -> None:
+    model = Tokens(**layout).eval()
+    assert_serves(model, [greedy_loop(copy.deepcopy(model), prompt, 8) for prompt in PROMPTS])
+
+
+@pytest.mark.parametrize("length", [9, 40])  # too short for a proof, and long enough
+def test_a_bias_that_was_kept_for_a_short_call_grows_again(length: int) -> None:
+    model = Tokens(alibi_pos_bias=True, alibi_num_heads=2).eval()
+    expected = greedy_loop(copy.deepcopy(model), PROMPTS[0], 60)
+    model(torch.zeros(1, length, dtype=torch.long))
+    with LLM(model, num_pages=20) as llm:
+        assert llm.generate([PROMPTS[0]], SamplingParams(max_new_tokens=60, ignore_eos=True))[0].token_ids == expected
+    assert model.net.attn_layers.rel_pos.bias.shape[-1] == length, "nothing that the engine called it for stays in the model"
+
+
+def test_positions_by_what_can_not_be_captured_are_refused_with_the_place() -> None:
+    words = r"net\.attn_layers.* is made from the number of tokens and depends on the number of tokens"
     with pytest.raises(UnsupportedError, match=words) as told:
-        LLM(Tokens(**layout).eval(), num_pages=20)
+        LLM(Tokens(**ROTARY, rotary_xpos=True).eval(), num_pages=20)
     assert "compile=False" not in str(told.value)  # which takes no plain module
 
 
