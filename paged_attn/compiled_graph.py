@@ -15,6 +15,7 @@ from paged_attn.attn_ops.context import ForwardContext, current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.ops.kinds import WITH_STATE
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.calling.plain_modes import autocasts
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.self_check import self_check
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
@@ -58,9 +59,14 @@ class CompiledGraph(RewrittenGraph):
         """Run the rewritten graph for the context's batch.
 
         Raises:
-            UnsupportedError: this call form can not be paged, or the self-check failed.
+            UnsupportedError: this call form can not be paged, or the self-check failed; or autocast is on.
             ContextError: the inputs, the pool or the states do not belong to this batch and model.
         """
+        if autocasts():
+            raise UnsupportedError(
+                "a forward context is active under torch.autocast: the model was traced, and is compared with itself, in its own dtypes. "
+                "Convert the model and the pool (model.bfloat16(), KVPool(..., dtype=torch.bfloat16)), and call it without autocast"
+            )
         self.refuse_recurrent()
         self._check_states(context)
         if self._run_paged is None:

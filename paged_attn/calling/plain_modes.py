@@ -20,6 +20,11 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+def autocasts() -> bool:
+    """Whether a model would compute in other dtypes than its own."""
+    return any(map(torch.is_autocast_enabled, _DEVICES))
+
+
 @contextmanager
 def plain_modes() -> Iterator[None]:
     """Inside, there is no inference mode and no autocast, and no gradients are recorded; afterwards all is as before."""
@@ -39,7 +44,7 @@ def in_plain_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not (torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _DEVICES))):
+        if not (torch.is_inference_mode_enabled() or autocasts()):
             return function(*args, **kwargs)
         with plain_modes():
             return function(*args, **kwargs)

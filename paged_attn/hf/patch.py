@@ -260,6 +260,11 @@ def _attention(
 
 def _paged(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keywords: dict[str, Any]) -> Tensor:
     """[1, T, heads, v_dim] for the context's batch."""
+    if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+        raise UnsupportedError(
+            f"{type(module).__name__} was given queries of {query.shape[0]} rows of {query.shape[2]} tokens and keys of {key.shape[2]}; "
+            "under a forward context the pages hold what came before: call model(**batch.model_inputs()), without a cache"
+        )
     patched, layer_id = _patched[module]
     rows, keys, values = (t[0].transpose(0, 1) for t in (query, key, value))
     output = rows.new_empty(rows.shape[0], rows.shape[1], values.shape[-1])

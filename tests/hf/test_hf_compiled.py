@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import DynamicCache, PreTrainedModel, pipeline
 
@@ -124,6 +125,51 @@ def test_the_first_call_of_all_begins_anew_only_where_its_own_generate_goes_on(c
         more = torch.cat([first.sequences[order], torch.tensor([[7], [8], [9]])], 1)
         answers.append(generate(model, {"input_ids": more, "attention_mask": torch.ones_like(more), CACHE_NAME: first[CACHE_NAME]}))
     assert answers[1].equal(answers[0])
+
+
+@pytest.mark.parametrize("change", ["reorder_cache", "batch_repeat_interleave", "batch_select_indices"])
+def test_the_first_call_of_all_in_a_loop_of_ones_own_goes_on_with_its_rows(change: str) -> None:
+    """Which it may have put in another order, repeated or left out, while the number of tokens stayed."""
+    values, rows = {
+        "reorder_cache": (torch.tensor([1, 0]), [1, 0]), "batch_repeat_interleave": (2, [0, 0, 1, 1]),
+        "batch_select_indices": (torch.tensor([1]), [1]),
+    }[change]  # fmt: skip
+
+    def loop(model: Any, input_ids: Tensor, *_: Any, **given: Any) -> Tensor:
+        cache, ids, new = given[CACHE_NAME], input_ids, input_ids
+        for index in range(5):
+            output = model(input_ids=new, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
+            cache, new = output[CACHE_NAME], output.logits[:, -1].argmax(-1, keepdim=True)
+            ids = torch.cat([ids, new], 1)
+            if not index:
+                getattr(cache, change)(values)
+                ids, new = ids[rows], new[rows]
+        return ids
+
+    plain, compiled = build("llama"), build("llama")
+    compiled.compile(backend="paged_attn")
+    given = _prompts((0, 0))
+    assert generate(compiled, given, custom_generate=loop).equal(generate(plain, given, custom_generate=loop))
+
+
+def test_a_call_with_ids_that_are_no_tokens_runs_as_written() -> None:
+    """On pages a negative id would stand for a token of the step before."""
+    plain, compiled = pair()
+    generate(compiled, _prompts())
+    given = _prompts((0, 0, 0))
+    given["input_ids"][1, 4] = -1
+    for model in (plain, compiled):
+        with pytest.raises(IndexError, match="out of range"):
+            generate(model, given)
+
+
+def test_numbers_of_a_checkpoint_that_no_engine_has_room_for_are_transformers_own(caplog: pytest.LogCaptureFixture) -> None:
+    plain, compiled = build("llama"), build("llama")
+    compiled.compile(backend="paged_attn")
+    for model in (plain, compiled):
+        model.generation_config.min_new_tokens, model.generation_config.num_beams = 200, 2
+    assert_same_on_pages((plain, compiled), _prompts(), min_new_tokens=0)
+    assert "num_beams" not in caplog.text
 
 
 @pytest.mark.slow

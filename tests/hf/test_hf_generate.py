@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TypicalLogitsWarper
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import paged_attn
@@ -114,6 +115,31 @@ def test_the_models_generation_config_counts() -> None:
     config = copy.deepcopy(model.generation_config)
     config.max_new_tokens = 4
     assert model.generate(**given, generation_config=config, custom_generate=ours).shape[1] == 23
+
+
+def test_what_a_call_switches_off_of_the_models_generation_config_is_off() -> None:
+    """The engine is made with the first call, and kept; what a call says counts, whatever the model's config says or said."""
+    model, given = build("llama", tie_word_embeddings=False), prompts()
+    ours = paged_attn.generate_with(**SETTINGS)
+    config = model.generation_config
+    config.do_sample, config.temperature, config.top_k, config.repetition_penalty = True, 1.5, 0, 1.8
+    config.min_new_tokens = 200  # beyond what an engine has room for
+    off: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "min_new_tokens": 0, "max_new_tokens": NEW}
+    assert model.generate(**given, **off, custom_generate=ours).equal(model.generate(**given, **off))
+    config.repetition_penalty = 1.4
+    on = {**off, "repetition_penalty": None}
+    assert model.generate(**given, **on, custom_generate=ours).equal(model.generate(**given, **on))
+    scored = {**on, "return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    theirs, got = model.generate(**given, **scored), model.generate(**given, **scored, custom_generate=ours)
+    for name in ("logits", "scores"):
+        torch.testing.assert_close(torch.stack(getattr(got, name)), torch.stack(getattr(theirs, name)), rtol=1e-4, atol=1e-4)
+    with pytest.raises(TypeError, match="generate_with takes no generation_config"):
+        paged_attn.generate_with(generation_config="auto")
+
+
+@pytest.mark.parametrize("length", [23, 41])
+def test_a_criterion_of_length_takes_the_place_of_the_calls(length: int) -> None:
+    assert assert_same(tiny(), prompts(), stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(length)])).shape[1] == length
 
 
 def test_sampling_is_seeded_by_torch_and_of_the_same_distribution() -> None:

@@ -7,9 +7,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from paged_attn import Batch, BatchRequest, KVPool, PagedCache, UnsupportedError, forward_context, patch
 from paged_attn.attn_ops.errors import ContextError
+from paged_attn.hf.cache_name import CACHE_NAME
 from paged_attn.hf.mask import prove_mask_function
 from paged_attn.passes.prove.mask_family import MaskFamily
 from tests.tiny_models import build
@@ -77,6 +79,14 @@ def test_what_a_paged_batch_does_not_have_is_refused_under_a_context() -> None:
                 model(**batch.model_inputs(), attention_mask=hole)
         with pytest.raises(ContextError, match="has page 7; allowed are 1 to 3"):
             forward_context(Batch.build([BatchRequest(ids[0].tolist(), [1, 7])], 4), pool)
+        past = DynamicCache(config=model.config)
+        model(ids, **{CACHE_NAME: past})
+        for given in ({**batch.model_inputs(), CACHE_NAME: past}, {"input_ids": ids.expand(2, -1)}):
+            with (
+                pytest.raises(UnsupportedError, match=r"call model\(\*\*batch.model_inputs\(\)\), without a cache"),
+                forward_context(batch, pool),
+            ):
+                model(**given)
         with forward_context(batch, pool):
             logits = model(**batch.model_inputs(), attention_mask=torch.ones_like(ids)).logits
         assert torch.allclose(logits[:, :5], model(ids).logits, atol=1e-5)

@@ -42,7 +42,14 @@ from paged_attn.recurrent.as_ops.by_ops import with_ops
 from paged_attn.recurrent.as_ops.state_dtype import with_state_dtype
 from paged_attn.recurrent.as_ops.wrap import replaced_by_ops
 from paged_attn.recurrent.capturing.in_graphs import with_graphs
-from paged_attn.recurrent.discover import GrowingState, InputsOf, find_attribute_layers, find_recurrent_layers, state_outside_layers
+from paged_attn.recurrent.discover import (
+    GrowingState,
+    InputsOf,
+    find_attribute_layers,
+    find_recurrent_layers,
+    refuse_recurrent,
+    state_outside_layers,
+)
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.tolerances import logits_apart
 
@@ -77,6 +84,8 @@ class ModelRunner:
             self.dtype = model_dtype(model)
             self.ropes = RopesByLength(model)
             self.probe = replace(probe or ProbeSettings(), length_borders=self.ropes.borders)
+            if isinstance(model, Body):
+                refuse_recurrent(model.body, "an engine that embeds or classifies", "models with such state generate (task='generate')")
             self.token_ids = TokenIds(model.vocab_size, 0, model.num_ids) if isinstance(model, Body) else check_output(model)
             try:
                 with pdl(options.pdl):

@@ -102,7 +102,7 @@ class SharedPrefills:
         """Whether the holder keeps its state far enough into what both have in common; if it can, where they part, unless somebody asked
         for one near that."""
         size = self._kv.page_size
-        common = num_common(request.tokens[:-1], holder.tokens, request.num_cached) // size * size
+        common = num_common(request.tokens[: request.num_reusable], holder.tokens, request.num_cached) // size * size
         kept = [point for point in (*holder.snapshots, *holder.snapshot_points) if point <= common]
         asked_for = [point for point in kept if point not in holder.spare_points]
         if common - max([request.num_cached, *asked_for]) >= self._length and common > holder.num_cached:

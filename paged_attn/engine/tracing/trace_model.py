@@ -37,7 +37,6 @@ from paged_attn.engine.tracing.repeated.same_code import NotAlike, guards_of_tra
 from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, not_traced
 from paged_attn.engine.tracing.while_tracing import messages, no_collections, no_metrics_log, plain_buffers
 from paged_attn.passes.find.softmax import UnknownAttention
-from paged_attn.passes.fx.graph_tools import remove_dead_code
 from paged_attn.passes.fx.model_facts import max_positions
 from paged_attn.passes.prove.mask_probe import ShortTable
 from paged_attn.stopwatch import part
@@ -201,8 +200,7 @@ def _call_and_mark(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
 def only_logits(gm: fx.GraphModule) -> None:
     """Of a trace of `_call_and_mark`: what it returns alone is output, and not what a model keeps of the call (a bias, the last loss)."""
     *_, returned = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.alias)
-    gm.graph.output_node().args = ((returned.args[0],),)
-    remove_dead_code(gm.graph)
+    gm.graph.output_node().args = ((returned.args[0],),)  # the rest stays for now: what vmap leaves and enters has no users
     gm.recompile()
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from paged_attn.calling.plain_modes import autocasts
 from paged_attn.hf.cache_name import CACHE_NAMES
 from paged_attn.hf.compiled.ragged_table import Lengths
 from paged_attn.passes.fx.model_facts import text_config
@@ -23,11 +24,6 @@ class CallRows(NamedTuple):
     tokens: list[list[int]]
     padding: Lengths
     wanted: int
-
-
-def autocasts() -> bool:
-    """Whether the model would compute in other dtypes than its own."""
-    return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 
 
 def why_not(model: nn.Module, given: dict[str, Any]) -> str:
@@ -87,6 +83,8 @@ def call_rows(given: dict[str, Any], length: int, padding: Lengths | None) -> Ca
         return "its attention_mask is no padding on the left, or its position_ids do not count on"
     if (shifts >= length + new).any():
         return "a row is padding alone"
+    if ((host[: rows * new].view(rows, new).numpy() < 0) & (np.arange(length, length + new) >= shifts[:, None])).any():
+        return "it has a negative token id"
     wanted = min(given.get("logits_to_keep") or new, new)
     if wanted > int((length + new - np.maximum(shifts, length)).min()):
         return "logits of padding are wanted"

@@ -91,9 +91,11 @@ class PagedCalls:
             self._first = (weakref.ref(cache), {**without_cache(given), "logits_to_keep": 1})
 
     def _is_as_it_was(self, cache: DynamicCache, given: dict[str, Any]) -> bool:
-        """Whether the `generate` that made the cache goes on where its first call ended: nobody has cropped it, or been given it."""
-        ids = given.get("input_ids")
-        return self._is_of_generate(cache) and ids is not None and cache.get_seq_length() == ids.shape[1]
+        """Whether the `generate` that made the cache goes on where its first call ended: nobody has cropped it, or been given it. A loop
+        of somebody's own may have put other rows in."""
+        ids, frame = given.get("input_ids"), generate_frame(self.model)
+        in_order = frame is not None and frame.f_locals.get("custom_generate") is None
+        return in_order and self._is_of_generate(cache) and ids is not None and cache.get_seq_length() == ids.shape[1]
 
     def _is_of_generate(self, cache: Any) -> bool:
         """Whether `generate`, which called us, has made it."""
@@ -145,7 +147,7 @@ class PagedCalls:
     def _ready(self) -> bool:
         """Whether there is an engine for the model as it is now."""
         if self.engine is not None and not follows_model(self.engine):
-            self.engine.close()
+            self.engine.release()
             self.engine = self._pages = None
         if self.engine is None:
             try:
@@ -198,7 +200,7 @@ class PagedCalls:
 
 
 def _refuse_others(engine: Engine) -> None:
-    """Closes the engine and raises UnsupportedError if rows of `generate` are not all that its steps need."""
+    """Releases the engine and raises UnsupportedError if rows of `generate` are not all that its steps need."""
     name = type(engine.runner.model).__name__
     if engine.states is not None:
         why = f"{name} has recurrent state, which paged_attn.generate and LLM keep"
@@ -206,7 +208,7 @@ def _refuse_others(engine: Engine) -> None:
         why = f"{name} is sharded over {engine.runner.ranks.size} ranks, which LLM serves"
     else:
         return
-    engine.close()
+    engine.release()
     raise UnsupportedError(why)
 
 

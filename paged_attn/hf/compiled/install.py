@@ -34,7 +34,7 @@ def install_paged_calls(options: CompileOptions) -> None:
         return
     if module.config.is_encoder_decoder:
         return
-    given: dict[str, Any] = {"prefix_cache": False}
+    given: dict[str, Any] = {"prefix_cache": False, "generation_config": "ours"}  # nothing is sampled here
     if options.inductor is not None:
         given["inductor"] = options.inductor
     if not options.self_check:

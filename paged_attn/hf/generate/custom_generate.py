@@ -45,8 +45,7 @@ def generate(
         UnsupportedError: something else than greedy decoding or sampling of token ids; or a model that `LLM` refuses.
         TypeError: called by anything but `generate`.
     """
-    config = EngineConfig.from_environment()
-    return _generate(config, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+    return _generate(_config(), model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
 
 
 def generate_with(**settings: Any) -> Callable[..., Output]:
@@ -54,14 +53,21 @@ def generate_with(**settings: Any) -> Callable[..., Output]:
     has one engine at a time: other settings take its place.
 
     Raises:
-        ValueError or TypeError: as `LLM`.
+        ValueError or TypeError: as `LLM`; or `generation_config` is among them, as every call says what it takes of it.
     """
-    config = EngineConfig.from_environment(**settings)
+    if "generation_config" in settings:
+        raise TypeError("generate_with takes no generation_config; give it to model.generate, which hands over all that it says")
+    config = _config(**settings)
 
     def generate(*args: Any, **given: Any) -> Output:
         return _generate(config, *args, **given)
 
     return generate
+
+
+def _config(**settings: Any) -> EngineConfig:
+    """Without the checkpoint's defaults: transformers has put those of a call into its processors, and what is not there is off."""
+    return EngineConfig.from_environment(**settings, generation_config="ours")
 
 
 def _generate(
@@ -87,7 +93,8 @@ def _generate(
             f"unknown to paged_attn.generate, while transformers gives it. Give one prompt at a time; or {ON_PAGES}"
         )
     llm = engine_for(model, engine_config)
-    wanted = max(int(config.max_length) - input_ids.shape[1], 0)
+    longest = min([each.max_length for each in criteria if type(each) is MaxLengthCriteria], default=config.max_length)
+    wanted = max(int(longest) - input_ids.shape[1], 0)
     limit = min(llm.engine.limits.allowed_new_tokens(len(row), wanted) for row in rows)
     keepers: list[ScoreKeeper] = []
     samples = bool(config.do_sample)

@@ -23,6 +23,7 @@ from tests.engine.models import (
     poisoned,
     run_all,
     run_past_errors,
+    tiny,
 )
 from tests.engine.test_recurrent import OWN_FORWARD, poison_freed_slots
 from tests.oracle import random_prompts
@@ -152,6 +153,22 @@ def test_64_requests_with_one_beginning_compute_it_once_or_twice(at_once: bool) 
     assert stats.hit_rate >= 0.95 and stats.prompt_tokens_without_state == (0 if at_once else 128)
     assert llm.engine.stats.prompt_tokens == 64 * 130 - stats.prompt_tokens_cached
     assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize("start", [96, 97, 128])
+def test_continuations_that_are_only_scored_find_a_state(start: int) -> None:
+    """They end with their prompt, and leave as much to the next ones as with attention alone; `start` is where a score is wanted first."""
+    stem, *tails = random_prompts((128, *[9] * 6), seed=9)
+    scored = SamplingParams(max_new_tokens=0, prompt_logprobs=0, prompt_logprobs_start=start)
+    computed = []
+    for model in (tiny(), recurrent(HYBRID)):
+        llm = make_llm(model, page_size=16, num_pages=200, max_batch_tokens=512, prefix_wait_tokens=32)
+        llm.generate([[*stem, *tail] for tail in tails], scored)
+        computed.append(llm.engine.stats.prompt_tokens)
+        llm.generate([[*stem, *reversed(tail)] for tail in tails], scored)
+        computed.append(llm.engine.stats.prompt_tokens - computed[-1])
+        assert_nothing_left(llm)
+    assert computed[2:] == computed[:2], "tokens of the first call, and of the second"
 
 
 def test_states_at_regular_distances_that_nobody_used_go_first() -> None:
