@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.current_device import current_device
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 
@@ -60,7 +62,8 @@ class ForwardContext:
     """`with ForwardContext(batch, pool, backend):` one step of one pool. Enter it once, in the thread that runs the model.
 
     The plan is made on entry, unless `plan` is one that was made before (of a captured graph, which holds its device work);
-    gradients are off inside. Contexts nest (a draft model inside a target's step) and are restored however they are left.
+    gradients are off inside, and the pool's device is the current one. Contexts nest (a draft model inside a target's step) and are
+    restored however they are left.
 
     Attributes:
         rewritten: a compiled model runs its rewritten graph, and not the one that was traced.
@@ -81,6 +84,7 @@ class ForwardContext:
         self.latent_plan: Any = None  # made by the first latent layer of the step
         self._entered = False
         self._gradients = True
+        self._undo = ExitStack()
         self._guard = threading.Lock()
 
     @property
@@ -94,10 +98,13 @@ class ForwardContext:
                     "this forward context was entered before; a context is one step of one thread: make a new one for each step"
                 )
             self._entered = True
-        if self.plan is None:
-            self.plan = self.backend.plan(self.batch, self.pool)
-            self.backend.plan_in_graph(self.plan)
-        self.recurrent_plan = None if self.recurrent is None else self.recurrent.plan(self.batch)
+        with ExitStack() as undo:
+            undo.enter_context(current_device(self.pool.device))
+            if self.plan is None:
+                self.plan = self.backend.plan(self.batch, self.pool)
+                self.backend.plan_in_graph(self.plan)
+            self.recurrent_plan = None if self.recurrent is None else self.recurrent.plan(self.batch)
+            self._undo = undo.pop_all()
         self._gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
         _active.contexts.append(self)
@@ -109,9 +116,11 @@ class ForwardContext:
             if self in stack:  # its block is over: nothing of it may stay active
                 del stack[stack.index(self) :]
                 torch.set_grad_enabled(self._gradients)
+                self._undo.close()
             raise ContextError("forward contexts must be left in the reverse order and in the thread in which they were entered")
         stack.pop()
         torch.set_grad_enabled(self._gradients)
+        self._undo.close()
         self.plan = self.recurrent_plan = self.latent_plan = None
         if self.must_run and kind is None and not self.ran:
             raise ContextError(

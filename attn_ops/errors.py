@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 
 class UnsupportedError(ValueError):
     """A model, layer, call or request that paged_attn can not run correctly, and therefore refuses to run."""
@@ -13,6 +15,12 @@ class ContextError(RuntimeError):
 
 class CaptureError(RuntimeError):
     """A graph that can not be captured, or whose replay would not compute what the model does."""
+
+
+def triton_errors() -> tuple[type[Exception], ...]:
+    """What Triton raises (of a program without room, of code that it does not compile), if it is in use."""
+    triton = sys.modules.get("triton.errors")
+    return () if triton is None else (triton.TritonError,)
 
 
 def first_line(error: BaseException) -> str:

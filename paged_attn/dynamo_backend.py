@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx, nn
 
 from paged_attn.attn_ops.context import current_context
+from paged_attn.calling.compiled_calls import uncompiled
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import CompiledGraph
 
@@ -56,7 +57,7 @@ def paged_attn(
 def graphs_of(model: nn.Module) -> list[CompiledGraph]:
     """The graphs compiled so far for a model (or for the model inside torch.compile's wrapper), oldest first."""
     with _graphs_lock:
-        return list(_graphs.get(getattr(model, "_orig_mod", model), ()))
+        return list(_graphs.get(uncompiled(model), ()))
 
 
 def add_graphs(model: nn.Module, graphs: Sequence[CompiledGraph]) -> None:

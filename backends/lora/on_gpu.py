@@ -46,8 +46,9 @@ class LoraTiling:
 
     @classmethod
     @functools.lru_cache(1024)  # asked for by every layer
-    def of(cls, count: int, rank: int, itemsize: int) -> LoraTiling:
-        """For so many rows, with blocks that a program's shared memory holds: `itemsize` of a factor, and float32 for what is summed."""
+    def of(cls, count: int, rank: int, itemsize: int, shared_bytes: int = 0) -> LoraTiling:
+        """For so many rows, with blocks that a program's shared memory holds: `itemsize` of a factor, and float32 for what is summed.
+        `shared_bytes`: see `Machine`."""
         if count == 1:
             found = cls(rows=16, each=False)
         elif count <= 16:
@@ -59,7 +60,11 @@ class LoraTiling:
         sums = BLOCK_BYTES // 4 // _block(rank)
         columns = BLOCK_BYTES // itemsize // _block(rank)
         rows, outputs = (max(min(each, sums), 16) for each in (found.rows, found.outputs))
-        return replace(found, rows=rows, outputs=outputs, columns=max(min(found.columns, columns), 16))
+        columns = max(min(found.columns, columns), 16)
+        at_once = max(stages_of(rank) - 1, 1) * itemsize * (_block(rank) + rows)  # bytes of a column
+        while shared_bytes and columns > 16 and at_once * columns > shared_bytes:
+            columns //= 2
+        return replace(found, rows=rows, outputs=outputs, columns=columns)
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ def lora_on_gpu(
     given, result = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     given, result = unit_last(given), unit_last(result)
     (count, length), width, rank, parts = given.shape, result.shape[1], b.shape[2], len(rows)
-    tiling = tiling or LoraTiling.of(count, rank, y.element_size())
+    tiling = tiling or LoraTiling.of(count, rank, y.element_size(), machine_of(y.device).shared_bytes)
     blocks, adapters = triton.cdiv(count, tiling.rows), len(a) if tiling.each else 1
     products = blocks * parts * adapters
     splits = _splits(products, min(triton.cdiv(length, tiling.columns), tiling.splits))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from paged_attn.attn_ops.errors import triton_errors
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.capabilities import GraphSupport, unmet
 from paged_attn.backends.timing.clock import Turn, sample_in_turns
@@ -86,10 +86,8 @@ def time_all(
 
 def failures() -> tuple[type[BaseException], ...]:
     """What backends that do not work raise: errors of Python, of CUDA, of compilers that they start, and Triton's own."""
-    triton = sys.modules.get("triton.errors")
-    own: tuple[type[BaseException], ...] = () if triton is None else (triton.TritonError,)
     return (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError, OSError,
-            subprocess.SubprocessError, *own)  # fmt: skip
+            subprocess.SubprocessError, *triton_errors())  # fmt: skip
 
 
 def _captures(backend: AttentionBackend) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from paged_attn.attn_ops.current_device import current_device
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.devices import default_device
 from paged_attn.backends.timing.inputs import Inputs
@@ -45,29 +46,30 @@ def time_backends(
         device: the GPU if there is one. Off the GPU there are no graphs, and times are those of a plain loop.
     """
     inputs = Inputs.make(problem, default_device() if device is None else device)
-    inputs.store_new()
-    expected = {layer: row_attention(inputs, layer) for layer in inputs.checked_layers}
+    with current_device(inputs.device):
+        inputs.store_new()
+        expected = {layer: row_attention(inputs, layer) for layer in inputs.checked_layers}
 
-    def prepare(backend: AttentionBackend) -> tuple[Callable[[], None], float]:
-        plan = backend.plan(inputs.batch, inputs.pool)
-        backend.plan_in_graph(plan)
+        def prepare(backend: AttentionBackend) -> tuple[Callable[[], None], float]:
+            plan = backend.plan(inputs.batch, inputs.pool)
+            backend.plan_in_graph(plan)
 
-        def one_pass() -> None:
-            if in_graph_plan:
-                backend.plan_in_graph(plan)
-            for layer, spec in enumerate(inputs.pool.layers):
-                operands = (inputs.query[layer], inputs.key[layer], inputs.value[layer], inputs.output[layer])
-                backend.forward(plan, layer, spec, *operands, save_kv_cache=with_write, sinks=inputs.sinks)
+            def one_pass() -> None:
+                if in_graph_plan:
+                    backend.plan_in_graph(plan)
+                for layer, spec in enumerate(inputs.pool.layers):
+                    operands = (inputs.query[layer], inputs.key[layer], inputs.value[layer], inputs.output[layer])
+                    backend.forward(plan, layer, spec, *operands, save_kv_cache=with_write, sinks=inputs.sinks)
 
-        if with_write:
-            inputs.poison_new()
-        inputs.output.fill_(float("nan"))
-        one_pass()
-        wrong = inputs.num_wrong()
-        inputs.store_new()  # also after a backend that spoilt them
-        return one_pass, _checked(inputs, expected, wrong)
+            if with_write:
+                inputs.poison_new()
+            inputs.output.fill_(float("nan"))
+            one_pass()
+            wrong = inputs.num_wrong()
+            inputs.store_new()  # also after a backend that spoilt them
+            return one_pass, _checked(inputs, expected, wrong)
 
-    return time_all(backends, inputs, prepare, min_ms, problem.bytes_moved(with_write), problem.flops)
+        return time_all(backends, inputs, prepare, min_ms, problem.bytes_moved(with_write), problem.flops)
 
 
 def _checked(inputs: Inputs, expected: Mapping[int, Tensor], wrong_slots: int) -> float:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from paged_attn.attn_ops.errors import CaptureError, first_line
+from paged_attn.attn_ops.errors import CaptureError, UnsupportedError, first_line, triton_errors
 from paged_attn.capture.graphs.recorder import Recorder
 from paged_attn.capture.graphs.segments import OpNotRecorded, Segments, may_break, record
 
@@ -112,7 +112,7 @@ class GraphSet:
             self.recorder.rollback(mark)
             self._refuse(key, IN_ANOTHER_PROCESS)
             return self.recorder.bytes_in_use()
-        except RuntimeError as error:
+        except _no_graph() as error:
             self.agree(False)  # where the others ask: before the run, or after it
             self.recorder.rollback(mark)
             self._refuse(key, first_line(error), error)
@@ -184,3 +184,8 @@ class GraphSet:
         self.refused.clear()
         self.nbytes = 0
         self.recorder.rollback(0)
+
+
+def _no_graph() -> tuple[type[Exception], ...]:
+    """What says of one shape that it can not be captured: CUDA, a plan of a backend, or a kernel that has no room."""
+    return (RuntimeError, UnsupportedError, *triton_errors())

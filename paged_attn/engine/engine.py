@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.batch.batch import RequestColumns
+from paged_attn.attn_ops.current_device import current_device, on_its_device
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.kv.layer_groups import group_layers
 from paged_attn.attn_ops.kv.state_pool import StatePool
@@ -70,6 +71,7 @@ class Engine:
         overlaps: a step is launched before the tokens of the one before it are known.
         last_scheduled: the requests of the last step that `step` launched or tried to.
         start_seconds: of making this engine, by part.
+        device: of the model; it is the current one whenever the engine computes.
 
     Raises:
         UnsupportedError: see `ModelRunner` and `PatchedRunner`; or no backend runs its layers; or the pool can not hold two pages.
@@ -81,7 +83,8 @@ class Engine:
     def __init__(
         self, model: nn.Module | Pooler, tokenizer: Any = None, config: EngineConfig | None = None, recorder: Recorder | None = None
     ) -> None:
-        with stopwatch() as self.start_seconds:
+        self.device = model_device(model.body if isinstance(model, Pooler) else uncompiled(model))
+        with stopwatch() as self.start_seconds, current_device(self.device):
             self._start(model, tokenizer, config, recorder)
         parts = (f"{seconds:.2f} s ({name})" for name, seconds in self.start_seconds.items() if seconds >= 0.005)
         logger.info("ready in %s", ", ".join(parts))
@@ -89,7 +92,7 @@ class Engine:
     def _start(self, model: nn.Module | Pooler, tokenizer: Any, config: EngineConfig | None, recorder: Recorder | None) -> None:
         self.pooler = model if isinstance(model, Pooler) else None
         model = model.body if isinstance(model, Pooler) else uncompiled(model)
-        cuda = model_device(model).type == "cuda"
+        cuda = self.device.type == "cuda"
         given = config or EngineConfig.from_environment()
         self.config = given.resolved(cuda=cuda, has_triton=cuda and has_triton())
         self.tokenizer = tokenizer
@@ -255,6 +258,7 @@ class Engine:
         return True
 
     @in_plain_modes
+    @on_its_device
     def load_lora(self, name: str, source: Any) -> None:
         """As `LLM.load_lora`; steps that run meanwhile are not held up. Raises as `LoraPool.load` does, or ValueError: there is no room for
         adapters at all."""
@@ -276,6 +280,7 @@ class Engine:
         return self.adapters
 
     @in_plain_modes
+    @on_its_device
     def step(self) -> TokenEvents:
         """Launch one batch and wait for the one before it, or, without overlap, for itself.
 
@@ -300,6 +305,7 @@ class Engine:
         return self.due_events()
 
     @in_plain_modes
+    @on_its_device
     def run_rows(self, columns: RequestColumns) -> Tensor:
         """A step of rows that are no requests: logits [sum(num_logits), vocabulary], a copy. Their pages are the caller's, who takes none
         of `kv`: an engine serves either requests or such rows. The model has no recurrent state."""
@@ -311,6 +317,7 @@ class Engine:
         """Forget all cached prefixes that no running request uses; returns how many pages that freed."""
         return 0 if self.kv.tree is None else self.kv.tree.clear()
 
+    @on_its_device
     def close(self) -> None:
         """Cancel everything, give the prefix cache's pages back and free all graphs; later steps would run uncaptured."""
         for request_id in list(self.requests):
@@ -324,6 +331,7 @@ class Engine:
         self.watch = None
         self.runner.close()
 
+    @on_its_device
     def release(self) -> None:
         """`close`, and give the memory of KV pages and states back; no step may follow."""
         self.close()
@@ -337,6 +345,7 @@ class Engine:
         if on_gpu:
             torch.cuda.empty_cache()  # the next engine's pool goes by the memory that the driver calls free, before it captures anything
 
+    @on_its_device
     def look_at_model(self) -> None:
         """Whether it changed: numbers written in place are followed from the next step on.
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.calling.compiled_calls import uncompiled
 from paged_attn.calling.hf_configs import attention_configs, attention_implementation
 from paged_attn.calling.plain_modes import in_plain_modes
 from paged_attn.check.hooked import Watch, check_hooked
@@ -170,8 +170,8 @@ def _refuse_compiled(model: nn.Module) -> None:
     """Compiled code would go on with the attention that it was compiled with, or be compiled with our record of it."""
     for name, module in model.named_modules():
         forward = vars(module).get("forward")
-        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable"):
-            own = type(getattr(model, "_orig_mod", model)).__name__
+        if uncompiled(module) is not module or module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable"):
+            own = type(uncompiled(model)).__name__
             what = f"{own} is compiled" if module is model else f"the module {name} of {own} is compiled"
             raise UnsupportedError(
                 f"{what}, and paged_attn.patch replaces attention of models that run as they are written; patch the model before anything "

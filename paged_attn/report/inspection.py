@@ -16,7 +16,7 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.selection.select import select
 from paged_attn.calling.call_signature import few_ids, takes, token_argument
-from paged_attn.calling.compiled_calls import CALL
+from paged_attn.calling.compiled_calls import CALL, uncompiled
 from paged_attn.calling.no_attention import NoAttention
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.refusals import unwrapped_refusals
@@ -99,7 +99,7 @@ def _engine_or_model(compiled: object) -> Engine | nn.Module:
 
 def _graphs(compiled: nn.Module) -> tuple[nn.Module, list[CompiledGraph]]:
     """The model and its graphs, at least one of them; traces a paged call if no graph is one."""
-    model: nn.Module = getattr(compiled, "_orig_mod", compiled)
+    model = uncompiled(compiled)
     graphs = graphs_of(model)
     if _paged(model, graphs):
         return model, graphs

@@ -210,6 +210,11 @@ class Stored(nn.Module):
         return F.softmax(scores.masked_fill(self.bias[:, :, : length(q), : length(q)] == 0, float("-inf")), dim=-1) @ v
 
 
+def keys_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scores [keys, queries], and a softmax over the first of them."""
+    return F.softmax((q @ k.mT * SCALE + mask(q)).mT, -2).mT @ v
+
+
 SPELLINGS: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
     **{
         f.__name__: (f, heads, {"scale": scale})
@@ -220,6 +225,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
             (einsum, 4, SCALE), (einsum_tokens_first, 4, SCALE), (einsum_grouped, 2, SCALE), (einsum_key_first, 4, SCALE),
         )
     },
+    "keys first": (keys_first, 4, {"scale": SCALE}),
     "softcap": (capped, 2, {"softcap": 50.0, "scale": SCALE}),
     "window": (windowed, 4, {"sliding_window": 4096}),
     "ALiBi by key": (alibi_by_key, 4, {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)}),

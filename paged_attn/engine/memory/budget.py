@@ -227,5 +227,6 @@ class MemoryBudget:
         if self.config.kv_memory_gib is not None:
             return self.config.kv_memory_gib * 2**30
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading and checking the model left is free, though the driver does not call it so
             return max(torch.cuda.mem_get_info(self.device)[0] + taken - kept_free, 0) * GPU_KV_SHARE
         return CPU_KV_GIB * 2**30

@@ -49,7 +49,7 @@ class HostCopies:
         self._event = None
         if tensors[0].is_cuda:
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(tensors[0].device))
 
     def wait(self) -> list[Tensor]:
         if self._event is not None:

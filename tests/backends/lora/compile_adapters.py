@@ -1,4 +1,4 @@
-"""Compile the kernels of adapters for SM90 without a GPU; prints a line of JSON per variant: bytes of shared memory, and spilled registers.
+"""Compile the kernels of adapters for a GPU that is named, without having it; prints a line of JSON per variant: bytes of shared memory.
 Run by test_compile in a process of its own, because a process of the tests runs Triton's interpreter."""
 
 from __future__ import annotations
@@ -8,18 +8,19 @@ import json
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from paged_attn.backends.lora.kernels import expand_kernel, shrink_kernel
 from paged_attn.backends.lora.on_gpu import LONGEST_PRODUCT, LoraTiling, UpTiling, stages_of
 from paged_attn.backends.lora.up_kernel import up_kernel
+from tests.backends.gpus import GPU, named
 
 POINTERS = {"inner": "*fp32", "scales": "*fp32", "slots": "*i32", "arrived": "*i32"}
 FACTORS = ("x", "a", "y", "b", "out")
+KINDS = {16: ("bf16", "fp16", "fp32"), 1024: ("bf16",)}  # ptxas takes minutes for 1024 in float32
 
 
-def compiled(kernel: Any, kind: str, constants: dict[str, Any], stages: int) -> dict[str, Any]:
+def compiled(kernel: Any, kind: str, constants: dict[str, Any], stages: int, gpu: GPU) -> dict[str, Any]:
     types = POINTERS | dict.fromkeys(FACTORS, f"*{kind}")
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     divisible = [
@@ -28,16 +29,18 @@ def compiled(kernel: Any, kind: str, constants: dict[str, Any], stages: int) -> 
     attributes = {(index,): [["tt.divisibility", 16]] for index in divisible}
     named = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, named, attributes)
-    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_stages": stages})
+    result = triton.compile(source, target=gpu.target, options={"num_stages": stages})
     return {"shared": result.metadata.shared, "waits": "griddepcontrol.wait" in result.asm["ptx"], "has_dot": "mma" in result.asm["ptx"]}
 
 
 def main() -> None:
+    gpu = named()
+    early = gpu.machine.early
     for rank, counts in ((16, (1, 64, 8192)), (128, (8, 8192)), (256, (1, 8, 64, 8192)), (1024, (8, 8192))):
-        for count, kind in itertools.product(counts, ("bf16", "fp32") if rank > 16 else ("bf16", "fp16", "fp32")):
-            tiling, up, block = LoraTiling.of(count, rank, 4 if kind == "fp32" else 2), UpTiling.of(count), max(rank, 16)
+        for count, kind in itertools.product(counts, KINDS.get(rank, ("bf16", "fp32"))):
+            tiling, up, block = LoraTiling.of(count, rank, 4 if kind == "fp32" else 2, gpu.shared_bytes), UpTiling.of(count), max(rank, 16)
             common = {"RANK": rank, "PARTS": 3, "PRECISION": "ieee" if kind == "fp32" else "tf32"}
-            common |= {"BLOCK_M": tiling.rows, "BLOCK_R": block, "EACH": tiling.each, "EARLY": True}
+            common |= {"BLOCK_M": tiling.rows, "BLOCK_R": block, "EACH": tiling.each, "EARLY": early}
             tiles = {"BLOCK_N": tiling.outputs, "TILES": 48}
             down = {"BLOCK_K": tiling.columns, "SPLITS": 1 if count == 8192 else 16}
             alone = {
@@ -49,7 +52,7 @@ def main() -> None:
             }
             alone |= {name: common[name] for name in ("RANK", "PARTS", "PRECISION", "EARLY")}
             for kernel, constants in ((shrink_kernel, common | down), (expand_kernel, common | tiles), (up_kernel, alone)):
-                found = compiled(kernel, kind, constants, stages_of(rank))
+                found = compiled(kernel, kind, constants, stages_of(rank), gpu)
                 print(json.dumps({"kernel": kernel.__name__, "rank": rank, "count": count, "kind": kind, **found}), flush=True)
 
 

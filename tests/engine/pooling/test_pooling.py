@@ -10,6 +10,7 @@ import torch
 from paged_attn import LLM, SamplingParams, UnsupportedError
 from tests.engine.models import fail_once, random_prompts
 from tests.engine.pooling.models import CONFIGS, SETTINGS, classifier, classifying_llm, embedder, embedding_llm, own_embedding, own_logits
+from tests.recurrent_models import recurrent
 
 EDGES = [[token + 1 for token in prompt] for prompt in random_prompts(7, 1, 3, 4, 5, 8, 31, 32, 17)]  # of pages of 4 and steps of 32
 TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
@@ -144,3 +145,8 @@ def _with_nan_token() -> torch.nn.Module:
 def test_adapters_by_request_are_for_models_that_generate() -> None:
     with pytest.raises(UnsupportedError, match=r"max_loras=2: Qwen3Model embeds or classifies.*merge_and_unload"):
         LLM(embedder("qwen3"), task="embed", max_loras=2, **SETTINGS)
+
+
+def test_models_with_recurrent_state_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"Lfm2Model keeps recurrent state in layers\.0.*, and an engine that embeds or classifies"):
+        LLM(recurrent("lfm2"), task="embed", num_pages=20)

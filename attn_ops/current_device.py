@@ -1,0 +1,39 @@
+"""The thread's current CUDA device: kernels that Triton launches run there, and events without a stream are recorded there, whatever device
+their tensors lie on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+
+_NOTHING = nullcontext()
+
+
+class _OnDevice(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+
+_Self = TypeVar("_Self", bound=_OnDevice)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, this device is the current one; nothing happens where it is no CUDA device, or none has been used yet."""
+    return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.is_initialized() else _NOTHING
+
+
+def on_its_device(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
+    """The method, with `self.device` as the current one: an engine is called from threads that know nothing of its device."""
+
+    @functools.wraps(method)
+    def called(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with current_device(self.device):
+            return method(self, *args, **kwargs)
+
+    return called
