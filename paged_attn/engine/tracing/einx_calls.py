@@ -63,13 +63,14 @@ def _axes(pattern: str, tensors: tuple[Any, ...]) -> tuple[list[list[str]], list
     inputs = [part.split() for part in left.split(",")]
     if len(inputs) != len(tensors):
         return None
-    dots = {value.ndim - len(names) + 1 for value, names in zip(tensors, inputs, strict=True) if "..." in names}
+    dims = [value.ndim if isinstance(value, Tensor) else 0 for value in tensors]
+    dots = {dim - len(names) + 1 for dim, names in zip(dims, inputs, strict=True) if "..." in names}
     if len(dots) > 1:
         return None
     many = [f"...{index}" for index in range(dots.pop() if dots else 0)]
     inputs = [_without_dots(names, many) for names in inputs]
-    if any(len(set(names)) < len(names) or any(name.isdigit() for name in names) for names in inputs):
-        return None  # a diagonal, or a size
+    if dims != list(map(len, inputs)) or any(len(set(names)) < len(names) or any(map(str.isdigit, names)) for names in inputs):
+        return None  # which einx refuses; a diagonal, or a size
     if arrow:
         output = _groups(right, many)
     else:

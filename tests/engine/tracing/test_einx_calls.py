@@ -34,6 +34,8 @@ LEFT_TO_EINX = [
     ("add", "i, j", "i", "j"),  # einx refuses it
     ("add", "i i, i -> i", "i i", "i"),
     ("add", "1 i, j -> j i", "i", "j"),
+    ("add", "i j, j -> i j", "i", "j"),  # too few axes
+    ("add", "i ..., h -> h i", None, "h"),
 ]
 
 
