@@ -132,7 +132,7 @@ def test_a_bias_that_was_kept_for_a_short_call_grows_again(length: int) -> None:
     model(torch.zeros(1, length, dtype=torch.long))
     with LLM(model, num_pages=20) as llm:
         assert llm.generate([PROMPTS[0]], SamplingParams(max_new_tokens=60, ignore_eos=True))[0].token_ids == expected
-    assert model.net.attn_layers.rel_pos.bias.shape[-1] == length, "nothing that the engine called it for stays in the model"
+    assert model.net.attn_layers.rel_pos.bias.shape[-1] <= max(length, 10), "what the self-check called it for does not stay in the model"
 
 
 def test_positions_by_what_can_not_be_captured_are_refused_with_the_place() -> None:
