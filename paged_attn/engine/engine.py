@@ -83,15 +83,15 @@ class Engine:
     def __init__(
         self, model: nn.Module | Pooler, tokenizer: Any = None, config: EngineConfig | None = None, recorder: Recorder | None = None
     ) -> None:
-        self.device = model_device(model.body if isinstance(model, Pooler) else uncompiled(model))
+        self.pooler = model if isinstance(model, Pooler) else None
+        model = model.body if isinstance(model, Pooler) else uncompiled(model)
+        self.device = model_device(model)
         with stopwatch() as self.start_seconds, current_device(self.device):
             self._start(model, tokenizer, config, recorder)
         parts = (f"{seconds:.2f} s ({name})" for name, seconds in self.start_seconds.items() if seconds >= 0.005)
         logger.info("ready in %s", ", ".join(parts))
 
-    def _start(self, model: nn.Module | Pooler, tokenizer: Any, config: EngineConfig | None, recorder: Recorder | None) -> None:
-        self.pooler = model if isinstance(model, Pooler) else None
-        model = model.body if isinstance(model, Pooler) else uncompiled(model)
+    def _start(self, model: nn.Module, tokenizer: Any, config: EngineConfig | None, recorder: Recorder | None) -> None:
         cuda = self.device.type == "cuda"
         given = config or EngineConfig.from_environment()
         self.config = given.resolved(cuda=cuda, has_triton=cuda and has_triton())
@@ -107,7 +107,7 @@ class Engine:
             self.config = self.config.with_(max_batch_tokens=MANY_EXPERTS_STEP_TOKENS)
         if (rows := self.runner.max_rows) is not None and rows < self.config.step_tokens:
             self.config = self.config.with_(max_batch_tokens=rows)
-        device, layers = self.runner.device, self.runner.layers
+        device, layers = self.device, self.runner.layers
         self.is_causal = all(spec.causal for spec in layers if spec.by_backend)
         if not self.is_causal:
             self.config = self.config.with_(prefix_cache=False)
@@ -336,9 +336,9 @@ class Engine:
         """`close`, and give the memory of KV pages and states back; no step may follow."""
         self.close()
         self._released = True
-        on_gpu = self.runner.device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
         if on_gpu:
-            torch.cuda.synchronize(self.runner.device)  # steps that were cancelled may still write there
+            torch.cuda.synchronize(self.device)  # steps that were cancelled may still write there
         for pool in (self.pool, self.states):
             if pool is not None:
                 pool.release()

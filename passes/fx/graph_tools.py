@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import SymFloat, SymInt, Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -25,6 +26,7 @@ _INPLACE_FUNCTIONS = {
 _COPY_OF = "copy_of"
 TRACED_DTYPE = "traced_dtype"  # in the meta of a graph from disk
 _OF_MODULE = re.compile(r"L\['(self|model)'\]|L\['args'\]\[0\]\.(?!(size|stride|storage_offset)\()")
+LINEARS = (F.linear, torch.ops.aten.linear.default)
 _SIDE_EFFECTS = {"manual_seed", "_assert", "_assert_async", "_set_grad_enabled"}
 _VIEWS = {
     "view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "flatten", "unflatten", "select", "narrow", "slice",

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import as_traced, shape_at, value_of
+from paged_attn.passes.fx.graph_tools import LINEARS, as_traced, shape_at, value_of
 from paged_attn.passes.fx.mask_literals import HIDES
 from paged_attn.passes.fx.slicing import evaluate
 from paged_attn.passes.prove.bias_family import FloatArray
@@ -21,7 +20,6 @@ from paged_attn.passes.prove.mask_family import BoolMatrix, draw
 from paged_attn.passes.prove.score_subgraph import zeros_for
 from paged_attn.passes.prove.subgraph_probe import ProbeFailed, SubgraphProbe
 
-_LINEARS = (F.linear, torch.ops.aten.linear.default)
 SMALLEST_TABLE = 32  # positions that suffice to tell windows and chunks of the scaled sizes apart
 
 
@@ -105,7 +103,7 @@ class MaskProbe(SubgraphProbe):
 
 def _is_weight(node: fx.Node) -> bool:
     """Of linear layers, such as those that make a bias of a distance: of any size, and of no position."""
-    return bool(node.users) and all(user.target in _LINEARS and user.args[1:2] == (node,) for user in node.users)
+    return bool(node.users) and all(user.target in LINEARS and user.args[1:2] == (node,) for user in node.users)
 
 
 def as_seen(mask: Tensor, total: int, where: str) -> Seen:

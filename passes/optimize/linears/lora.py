@@ -14,17 +14,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.attn_ops.ops.linears.lora import LORA, LORA_UP
 from paged_attn.attn_ops.specs.lora import LoraPart, LoraSite
-from paged_attn.passes.fx.graph_tools import arguments_of, call_of_value, shape_of, symbol, value_of
+from paged_attn.passes.fx.graph_tools import LINEARS, arguments_of, call_of_value, shape_of, symbol, value_of
 from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.optimize.linears.mergeable_weights import ALIGNMENT
 
-_LINEARS = (F.linear, torch.ops.aten.linear.default, LINEAR)
+_LINEARS = (*LINEARS, LINEAR)
 _PRODUCTS = (torch.addmm, torch.ops.aten.addmm.default)
 MOST_SPARE = 8  # rows of a weight for one of a: each step reads all of them, and two kernels only those that somebody has
 _OPERANDS = {**dict.fromkeys(_LINEARS, ("input", "weight", "bias")), **dict.fromkeys(_PRODUCTS, ("input", "mat1", "mat2"))}

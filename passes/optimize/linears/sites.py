@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import arguments_of, value_of
-
-_LINEARS = (F.linear, torch.ops.aten.linear.default)
+from paged_attn.passes.fx.graph_tools import LINEARS, arguments_of, value_of
 
 
 class Linear(NamedTuple):
@@ -27,7 +23,7 @@ class Linear(NamedTuple):
 
 def linear_of(node: fx.Node, form: CallForm) -> Linear | None:
     """None as well for a weight that is computed in the graph or has other than two dims, and for several dtypes (autocast)."""
-    if node.op != "call_function" or node.target not in _LINEARS:
+    if node.op != "call_function" or node.target not in LINEARS:
         return None
     given = arguments_of(node, ("input", "weight", "bias"))
     linear = Linear(node, given["input"], given["weight"], given.get("bias"))
