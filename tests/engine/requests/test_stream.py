@@ -140,7 +140,7 @@ def test_on_a_gpu_the_driver_gets_the_memory_back_when_no_step_writes_there_any_
     """The next engine of the process divides what the driver calls free; what torch keeps for itself would be lost to it."""
     llm, seen = make_llm(), list[tuple[str, bool]]()
     held = llm.engine.pool.storage.untyped_storage()
-    monkeypatch.setattr(llm.engine.runner, "device", torch.device("cuda"))
+    monkeypatch.setattr(llm.engine, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append(("wait", held.nbytes() > 0)))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(("give back", held.nbytes() > 0)))
     llm.close()
