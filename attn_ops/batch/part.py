@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, mode_of
+from paged_attn.attn_ops.batch.host_copy import copy_to_device
 
 
 def part_of(batch: Batch, requests: Sequence[int]) -> tuple[Batch, Tensor]:
@@ -21,11 +21,11 @@ def part_of(batch: Batch, requests: Sequence[int]) -> tuple[Batch, Tensor]:
     seq = [batch.seq_lens_host[r] for r in requests]
     starts = list(itertools.accumulate(batch.query_lens_host, initial=0))
     rows = np.concatenate([np.arange(starts[r], starts[r] + count) for r, count in zip(requests, new, strict=True)])
-    at = torch.from_numpy(rows).to(device, non_blocking=True)
-    which = torch.tensor(requests, dtype=torch.int64).to(device, non_blocking=True)
+    at = copy_to_device(rows, device)
+    which = copy_to_device(np.array(requests, dtype=np.int64), device)
     lengths = np.zeros((3, -(-(len(seq) + 1) // 4) * 4), np.int32)  # rows begin at multiples of 16 bytes, of which kernels make use
     lengths[0, : len(seq)], lengths[1, : len(seq)], lengths[2, : len(seq) + 1] = seq, new, list(itertools.accumulate(new, initial=0))
-    on_device = torch.from_numpy(lengths).to(device, non_blocking=True)
+    on_device = copy_to_device(lengths, device)
     host, kept = batch.page_table_host, batch.checkpoints
     part = Batch(
         mode=mode_of(np.array(seq) - np.array(new), np.array(new)),

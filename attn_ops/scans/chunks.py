@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paged_attn.attn_ops.batch.host_copy import copy_to_device
 from paged_attn.attn_ops.scans.segments import ChunkBounds, Segments
 
 
@@ -47,7 +48,7 @@ class Chunks:
         ending = [(bounds.ends[wave] >= 0).nonzero()[0] for wave in waves]
         ended = [bounds.ends[wave[at]] for wave, at in zip(waves, ending, strict=True)]
         arrays = (rows, real, rows[real], np.flatnonzero(real), order, *map(np.concatenate, (waves, ending, ended)))
-        parts = [torch.from_numpy(each).to(device, non_blocking=True) for each in arrays]
+        parts = [copy_to_device(each, device) for each in arrays]
         of_waves, at_ends = [len(wave) for wave in waves], [len(at) for at in ending]
         ends = tuple(zip(parts[6].split(at_ends), parts[7].split(at_ends), strict=True))
         return cls(size, parts[0], parts[1], parts[2], parts[3], parts[4], parts[5].split(of_waves), ends, len(segments.lengths))

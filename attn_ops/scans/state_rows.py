@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.batch.host_copy import copy_to_device
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.scans.chunks import Chunks
 from paged_attn.attn_ops.scans.segments import ChunkBounds, Segments
@@ -79,7 +80,7 @@ class Extends:
     @cached_property
     def continues(self) -> Tensor:
         """[E] bool: there is a state in the slot."""
-        return torch.tensor([not fresh for fresh in self.fresh]).to(self.device, non_blocking=True)
+        return copy_to_device(~np.array(self.fresh, dtype=bool), self.device)
 
     @cached_property
     def waves(self) -> Sequence[Wave]:
@@ -137,7 +138,7 @@ class Extends:
         return self._taps[count, width]
 
     def _on_device(self, values: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
+        return copy_to_device(values.astype(np.int64), self.device)
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ class StateRows:
         if not starts:
             return cls(None, batch.state_slots, None)
         device = batch.slots.device
-        on_device = [torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True) for values in (rows, slots)]
+        on_device = [copy_to_device(np.array(values, dtype=np.int64), device) for values in (rows, slots)]
         return cls(on_device[0], on_device[1], Extends(starts, lengths, others, fresh, device, checkpoints))
 
 

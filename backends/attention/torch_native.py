@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.batch.host_copy import copy_to_device
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
@@ -69,7 +71,7 @@ class TorchNativeBackend(AttentionBackend):
         seq, new = batch.seq_lens_host, batch.query_lens_host
         decoding = [r for r in range(batch.num_requests) if new[r] == 1 and seq[r] > 1]
         chosen = set(decoding)
-        requests = torch.tensor(decoding, dtype=torch.int64).to(batch.slots.device, non_blocking=True)
+        requests = copy_to_device(np.array(decoding, dtype=np.int64), batch.slots.device)
         return Plan(
             batch=batch,
             pool=pool,

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.backends.linear.gemv import fits, one_row_linear
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -41,7 +43,7 @@ def test_a_result_in_float32_of_16_bits(dtype: torch.dtype, biased: bool) -> Non
 
 def test_rows_of_a_wider_weight() -> None:
     """A slice of a merged weight: rows further apart than they are long, and NaN between them."""
-    wide = torch.full((12, 40), float("nan"))
+    wide = torch.full((12, 40), float("nan"), device=DEVICE)
     wide[:, :32] = numbers(12, 32)
     x = numbers(1, 32)
     torch.testing.assert_close(one_row_linear(x, wide[:, :32], None), F.linear(x, wide[:, :32]))

@@ -12,6 +12,7 @@ from paged_attn.backends.sampling.greedy import PART, serves
 from paged_attn.backends.sampling.greedy import greedy_sample as by_kernels
 
 INF, NAN = float("inf"), float("nan")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def plainly(logits: torch.Tensor) -> torch.Tensor:
@@ -23,7 +24,7 @@ def plainly(logits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("vocabulary", [1, 2, 31, PART - 1, PART, PART + 1, 3 * PART + 5])
 def test_as_argmax(dtype: torch.dtype, vocabulary: int) -> None:
     """In 16 bits many logits are equal: the first of them counts."""
-    logits = torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(vocabulary)).to(dtype)
+    logits = torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(vocabulary)).to(DEVICE, dtype)
     assert torch.equal(by_kernels(logits), plainly(logits))
     assert torch.equal(greedy_sample(logits), plainly(logits))
 
@@ -49,13 +50,13 @@ def test_as_argmax(dtype: torch.dtype, vocabulary: int) -> None:
 @pytest.mark.parametrize("place", [0, PART - 2, 2 * PART])
 def test_hard_rows(numbers: list[float], expected: int, place: int) -> None:
     """Among forbidden tokens, at the edges of parts."""
-    row = torch.full((1, 2 * PART + 8), -INF)
+    row = torch.full((1, 2 * PART + 8), -INF, device=DEVICE)
     row[0, place : place + len(numbers)] = torch.tensor(numbers)
     assert by_kernels(row).tolist() == plainly(row).tolist() == [expected if expected < 0 else place + expected]
 
 
 def test_rows_of_a_wider_tensor() -> None:
-    wide = torch.randn(4, 100, generator=torch.Generator().manual_seed(1))
+    wide = torch.randn(4, 100, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     assert torch.equal(by_kernels(wide[:, 10:60]), plainly(wide[:, 10:60]))
     assert torch.equal(by_kernels(wide[::2]), plainly(wide[::2]))
 

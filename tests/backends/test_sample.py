@@ -12,6 +12,7 @@ from paged_attn.backends.sampling.sample import Sampling, sample_tokens
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 
 INF = float("inf")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def tail_of(top_p: float) -> float:
 
 def allowed_by_sorting(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[list[int], np.ndarray]:
     """The ids that may be drawn, ascending, and the shares of all ids of the largest one."""
-    x = row.float().numpy()
+    x = row.float().cpu().numpy()
     shares = np.exp((x - x.max()) * np.float32(1.0 / np.float32(temperature)), dtype=np.float32)
     order = np.lexsort((np.arange(len(x)), x))  # ascending; of equals the lower id first
     if top_k:
@@ -56,19 +57,19 @@ SETTINGS = [  # temperature, top-k, top-p, min-p
 def rows_of(settings: list[tuple[float, int, float, float]], uniform: list[float], vocabulary: int, rows: list[int]) -> SamplingTensors:
     first = next((i for i, (_, k, p, _m) in enumerate(settings) if k or p < 1.0), len(settings))
     any_k, any_p = any(k for _, k, _, _ in settings), any(p < 1.0 for _, _, p, _ in settings)
-    return SamplingTensors(
+    given = (
         torch.tensor(rows),
         torch.tensor([t for t, _, _, _ in settings]),
         torch.tensor(uniform, dtype=torch.float64),
         torch.tensor([m for _, _, _, m in settings]) if any(m for _, _, _, m in settings) else None,
         torch.tensor([vocabulary - min(k or vocabulary, vocabulary) for _, k, _, _ in settings]) if any_k else None,
         torch.tensor([tail_of(p) for _, _, p, _ in settings], dtype=torch.float64) if any_p else None,
-        first,
     )
+    return SamplingTensors(*(each if each is None else each.to(DEVICE) for each in given), first)
 
 
 def logits_of(kind: str, rows: int, vocabulary: int) -> torch.Tensor:
-    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 3
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(vocabulary)).to(DEVICE) * 3
     if kind == "ties":
         return logits.round()
     if kind == "bfloat16":
@@ -97,7 +98,7 @@ def test_every_token_at_its_place_of_the_running_sum(kind: str, vocabulary: int)
     longest = max(map(len, wanted))
     for turn in range(0, longest, max(longest // 12, 1)):
         asked = [of_row[turn % len(of_row)] for of_row in wanted]
-        got = sampling.draw(limits, torch.tensor([uniform for uniform, _ in asked], dtype=torch.float64))
+        got = sampling.draw(limits, torch.tensor([uniform for uniform, _ in asked], dtype=torch.float64, device=DEVICE))
         assert got.tolist() == [token for _, token in asked], turn
 
 
@@ -116,12 +117,12 @@ def test_settings_alone_and_rows_in_any_order() -> None:
 def test_of_tied_tokens_top_p_drops_the_lower_ids(top_p: float, first_kept: int) -> None:
     for uniform, token in ((0.0, first_kept), (1.0 - 2**-53, 7)):
         of = rows_of([(1.0, 0, top_p, 0.0)], [uniform], 8, [0])
-        assert sample_tokens(torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64), of).item() == token
+        assert sample_tokens(torch.zeros(1, 8, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE), of).item() == token
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e30, 3.4e38])
 def test_extreme_temperatures(temperature: float) -> None:
-    logits = torch.tensor([[1.0, -INF, 3.0, 2.0, -0.0, 0.0]])
+    logits = torch.tensor([[1.0, -INF, 3.0, 2.0, -0.0, 0.0]], device=DEVICE)
     uniform = [0.0, 0.3, 0.5, 0.7, 0.999999]
     of = rows_of([(temperature, 0, 1.0, 0.0)] * 5 + [(temperature, 0, 0.9, 0.0)] * 5, uniform * 2, 6, [0] * 10)
     tokens = set(sample_tokens(logits, logits.argmax(-1), of).tolist())
@@ -130,8 +131,8 @@ def test_extreme_temperatures(temperature: float) -> None:
 
 def test_rows_that_are_not_finite_end() -> None:
     """Their tokens are thrown away, but nothing may read out of bounds or run for ever, nor touch another row."""
-    logits = torch.zeros(4, 70)
+    logits = torch.zeros(4, 70, device=DEVICE)
     logits[0], logits[1, 3], logits[2, 5] = -INF, float("nan"), INF
-    best = torch.tensor([-1, -1, -1, 0])
+    best = torch.tensor([-1, -1, -1, 0], device=DEVICE)
     got = sample_tokens(logits, best, rows_of([(1.0, 9, 0.9, 0.1)] * 4, [0.99] * 4, 70, [0, 1, 2, 3]))
     assert bool(((got >= 0) & (got < 70)).all()) and got[3] == 69

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.batch.host_copy import copy_to_device
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.latent import LatentCall
 from paged_attn.backends.attention.latent import expanded
@@ -37,8 +38,8 @@ class FreshPrompts:
         lengths = np.array([[part.stop - part.start] for part in parts])
         columns = np.arange(lengths.max())
         real = columns < lengths
-        rows = torch.from_numpy(starts + np.where(real, columns, 0)).to(device, non_blocking=True)
-        return cls(rows, None if real.all() else torch.from_numpy(np.flatnonzero(real)).to(device, non_blocking=True))
+        rows = copy_to_device(starts + np.where(real, columns, 0), device)
+        return cls(rows, None if real.all() else copy_to_device(np.flatnonzero(real), device))
 
     def attend(self, call: LatentCall, pool: KVPool, batch: Batch) -> None:
         """Write the prompts' rows of `call.output`; their rows of this step are in the pool already."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, mode_of
+from paged_attn.attn_ops.batch.host_copy import copy_to_device
 from paged_attn.attn_ops.batch.part import part_of
 from paged_attn.attn_ops.context import Backend
 from paged_attn.attn_ops.kv.kv_pool import KVPool
@@ -78,7 +79,7 @@ def _piece(backend: Backend, whole: Batch, pool: KVPool, tokens: int, layer: int
     """Of the request's tokens at positions from `low` up to `high`, which are new ones, over a part of so many tokens."""
     cached, new, device = whole.seq_lens_host[0] - whole.query_lens_host[0], high - low, whole.slots.device
     rows = slice(low - cached, high - cached)
-    lengths = torch.tensor([tokens, new, 0, new], dtype=torch.int32).to(device, non_blocking=True)
+    lengths = copy_to_device(np.array([tokens, new, 0, new], dtype=np.int32), device)
     batch = replace(
         whole, mode=mode_of(np.array([tokens - new]), np.array([new])), page_size=1, num_tokens=new,
         input_ids=whole.input_ids[rows], positions=whole.positions[rows], slots=whole.slots[rows],

@@ -64,7 +64,7 @@ def cutlass_fused_moe(
     )
     given = activation_type in (ActivationType.Swiglu, ActivationType.Geglu)
     assert w1.shape[1] == w2.shape[2] * (1 + given)
-    total = torch.zeros(output.shape)
+    total = torch.zeros(output.shape, device=output.device)
     for token, row in enumerate(input.float()):
         for expert, scale in zip(ids[token].tolist(), token_final_scales[token], strict=True):
             inner = w1[expert].float() @ row + (0.0 if fc1_expert_biases is None else fc1_expert_biases[expert].float())

@@ -119,7 +119,9 @@ def test_kda_of_any_decays(strongest: float, dtype: torch.dtype) -> None:
     assert kda.kda(query, key, value, decay, learned, outputs[0], True, states[0], extends)
     kda_extend(query, key, value, decay, learned, outputs[1], True, states[1], extends)
     for ours, truth in zip((outputs[0], states[0]), (outputs[1], states[1]), strict=True):
-        assert float((ours.float() - truth.float()).norm() / truth.float().norm()) < (1e-5 if dtype == torch.float32 else 3e-3)
+        assert float((ours.float() - truth.float()).norm() / truth.float().norm()) < (
+            1e-5 if dtype == torch.float32 else 6e-3 if dtype == torch.bfloat16 else 3e-3
+        )
 
 
 @pytest.fixture(autouse=True)
