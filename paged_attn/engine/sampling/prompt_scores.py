@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
-from paged_attn.engine.sampling.sampler_output import Logprobs, SampledToken, SamplerOutput, most_likely
+from paged_attn.engine.sampling.logprobs import logprobs_of
+from paged_attn.engine.sampling.sampler_output import BAD_LOGITS, SampledToken, SamplerOutput
 
 LOGITS_BYTES = 256 << 20  # of float32 logits that a step computes for scores at most
-BLOCK_BYTES = 16 << 20  # of float32 log-probabilities at a time; finding the largest takes some six times as much
 LEAST_ROWS = 16
 
 
@@ -45,28 +45,12 @@ class PromptScores:
         rows[:] = [row for part in parts for row in range(part.first_row, part.first_row + len(part.tokens))]
         targets[:] = [token for part in parts for token in part.tokens]
         likely = [part.num_likely for part in parts for _ in part.tokens]
-        on_device = packed.to_device()
-        self._output = SamplerOutput(*_scored(logits.detach(), on_device[0], on_device[1], likely))
+        rows_on_device, tokens = packed.to_device()
+        scores = logprobs_of(logits.detach(), dict(enumerate(likely)), rows_on_device, tokens)
+        self._output = SamplerOutput(torch.where(scores.own.isnan(), BAD_LOGITS, tokens), scores)
 
     def wait(self) -> list[list[SampledToken] | None]:
         """Of each part its tokens with their log-probabilities, None where logits were not finite."""
         known = iter(self._output.wait().known)
         scored = [[next(known) for _ in range(count)] for count in self._counts]
         return [None if None in part else [token for token in part if token is not None] for part in scored]
-
-
-def _scored(logits: Tensor, rows: Tensor, targets: Tensor, likely: Sequence[int]) -> tuple[Tensor, Logprobs]:
-    """rows and targets [L] int64 -> the targets, -1 where the logits [V] of their row are not finite, and their log-probabilities: -inf of
-    ids that there are no logits for (a padded table has more rows)."""
-    most, vocab = min(max(likely), logits.shape[-1]), logits.shape[-1]
-    block = max(BLOCK_BYTES // (4 * vocab), 1)
-    tokens, own, top_ids, top = [], [], [], []
-    for few_rows, few_targets in zip(rows.split(block), targets.split(block), strict=True):
-        chosen = logits.index_select(0, few_rows).float()
-        tokens.append(torch.where(chosen.amax(-1).isfinite(), few_targets, -1))  # NaN counts as the largest
-        logprobs = chosen.log_softmax(-1)
-        known = logprobs.gather(-1, few_targets.clamp(max=vocab - 1).unsqueeze(-1)).squeeze(-1)
-        own.append(known.masked_fill(few_targets >= vocab, -torch.inf))
-        top_ids.append(most_likely(logprobs, most))
-        top.append(logprobs.gather(-1, top_ids[-1]))
-    return torch.cat(tokens), Logprobs(list(range(len(likely))), list(likely), torch.cat(own), torch.cat(top_ids), torch.cat(top))

@@ -15,8 +15,9 @@ from paged_attn.attn_ops.model_code import model_code
 from paged_attn.backends.devices import has_triton
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 from paged_attn.engine.sampling.forbidden import forbid
+from paged_attn.engine.sampling.logprobs import logprobs_of
 from paged_attn.engine.sampling.sample_tokens import sample_tokens
-from paged_attn.engine.sampling.sampler_output import BAD_LOGITS, NONE_LEFT, SamplerOutput, logprobs_of
+from paged_attn.engine.sampling.sampler_output import BAD_LOGITS, NONE_LEFT, SamplerOutput
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import forbid_others
 from paged_attn.engine.sampling.token_counts import TokenCounts, penalised
@@ -65,7 +66,10 @@ class Sampler:
         if changed:
             tokens = self._choose_changed(logits, tokens, changed, states)
         wanted = {row: count for row, state in states.items() if (count := state.params.logprobs) is not None}
-        logprobs = logprobs_of(logits, tokens, wanted, on_device(list(wanted), logits.device)) if wanted else None
+        logprobs = None
+        if wanted:
+            rows = on_device(list(wanted), logits.device)
+            logprobs = logprobs_of(logits, wanted, rows, tokens.index_select(0, rows))
         self._last_rows = {state: row for row, state in states.items() if state.forbidden is not None and state.forbidden.words is not None}
         self._last = tokens if self._last_rows else None
         return SamplerOutput(tokens, logprobs)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-LOW_BITS = 0xFFFFFFFF
+from paged_attn.engine.sampling.logprobs import Logprobs
 
 
 class SampledToken(NamedTuple):
@@ -28,16 +28,6 @@ class ChosenTokens(NamedTuple):
 
     ids: list[int]
     known: list[SampledToken | None]
-
-
-class Logprobs(NamedTuple):
-    """rows: which of the step's; own [L] float32, top_ids and top [L, K], of which row i wants the first counts[i]."""
-
-    rows: list[int]
-    counts: list[int]
-    own: Tensor
-    top_ids: Tensor
-    top: Tensor
 
 
 class HostCopies:
@@ -83,26 +73,3 @@ class SamplerOutput:
                     top = tuple((i, value) for i, value in zip(top_ids[:count], values[:count], strict=True) if value > -math.inf)
                     chosen.known[row] = SampledToken(ids[row], own, top)
         return chosen
-
-
-def logprobs_of(logits: Tensor, tokens: Tensor, wanted: Mapping[int, int], rows_on_device: Tensor) -> Logprobs:
-    """Log-probabilities of the chosen tokens [N] and of the most likely ones.
-
-    Args:
-        logits: [N, V]; wanted: how many of the most likely each of L rows asks for; rows_on_device: those rows [L] int64.
-    """
-    rows, counts = list(wanted), list(wanted.values())
-    logprobs = logits.index_select(0, rows_on_device).float().log_softmax(-1)
-    own = logprobs.gather(-1, tokens.index_select(0, rows_on_device).clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    ids = most_likely(logprobs, min(max(counts), logits.shape[-1]))
-    return Logprobs(rows, counts, own, ids, logprobs.gather(-1, ids))
-
-
-def most_likely(values: Tensor, count: int) -> Tensor:
-    """values [L, V] float32 -> ids [L, count], the largest value first and the lower id first among equals; topk alone breaks ties as it
-    likes, so it gets whole numbers that are all different: the value in the high bits, the id in the low ones."""
-    bits = values.contiguous().view(torch.int32)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    ids = torch.arange(values.shape[-1], device=values.device)
-    best = ((ordered << 32) | (LOW_BITS - ids)).topk(count, dim=-1).values
-    return LOW_BITS - (best & LOW_BITS)

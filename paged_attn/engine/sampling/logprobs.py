@@ -1,0 +1,52 @@
+"""Log-probabilities of tokens and of the most likely ones beside them, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK_BYTES = 16 << 20  # of float32 log-probabilities at a time; finding the largest takes some six times as much
+LOW_BITS = 0xFFFFFFFF
+
+
+class Logprobs(NamedTuple):
+    """rows: which of the step's; own [L] float32, NaN where a row's logits are not finite; top_ids and top [L, K], of which row i wants the
+    first counts[i]."""
+
+    rows: list[int]
+    counts: list[int]
+    own: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+
+def logprobs_of(logits: Tensor, wanted: Mapping[int, int], rows: Tensor, tokens: Tensor) -> Logprobs:
+    """Log-probabilities of a token of each of L rows: -inf of an id that there is no logit for (a padded table has more rows).
+
+    Args:
+        logits: [N, V], any floating dtype; wanted: how many of the most likely tokens each asks for.
+        rows, tokens: [L] int64 on the device, rows of the logits; a token below 0 is none.
+    """
+    vocab = logits.shape[-1]
+    most, block = min(max(wanted.values()), vocab), max(BLOCK_BYTES // (4 * vocab), 1)
+    found = []
+    for few_rows, few_tokens in zip(rows.split(block), tokens.split(block), strict=True):
+        logprobs = logits.index_select(0, few_rows).float().log_softmax(-1)
+        own = logprobs.gather(-1, few_tokens.clamp(0, vocab - 1).unsqueeze(-1)).squeeze(-1)
+        ids = most_likely(logprobs, most)
+        found.append((torch.where((few_tokens >= vocab) & ~own.isnan(), -torch.inf, own), ids, logprobs.gather(-1, ids)))
+    own, ids, top = map(torch.cat, zip(*found, strict=True))
+    return Logprobs(list(wanted), list(wanted.values()), own, ids, top)
+
+
+def most_likely(values: Tensor, count: int) -> Tensor:
+    """values [L, V] float32 -> ids [L, count], the largest value first and the lower id first among equals; topk alone breaks ties as it
+    likes, so it gets whole numbers that are all different: the value in the high bits, the id in the low ones."""
+    bits = values.contiguous().view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    ids = torch.arange(values.shape[-1], device=values.device)
+    best = ((ordered << 32) | (LOW_BITS - ids)).topk(count, dim=-1).values
+    return LOW_BITS - (best & LOW_BITS)
