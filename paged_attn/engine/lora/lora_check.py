@@ -22,6 +22,7 @@ from paged_attn.engine.lora.adapter_files import Factors
 from paged_attn.engine.lora.lora_pool import LoraPool
 from paged_attn.engine.lora.lora_runner import LoraRunner
 from paged_attn.engine.lora.lora_slots import LoraSlots
+from paged_attn.recurrent.run import runner_of
 from paged_attn.tolerances import logits_apart
 
 TOKENS = (2, 3, 1, 4, 3, 2)
@@ -36,17 +37,18 @@ def check_adapters(runner: LoraRunner, pool: KVPool, backend: AttentionBackend) 
         UnsupportedError: the logits differ from those of the model whose linear layers add the same factors.
     """
     adapters = runner.adapters
-    if runner.recurrent or runner.dtype not in CHECKED or not adapters.sites:
+    if runner.dtype not in CHECKED or not adapters.sites:
         return
     pool, backend = without_groups(pool, backend, len(TOKENS) + 1)
     tokens = TOKENS[: (pool.num_pages - 1) * pool.page_size]
-    request = BatchRequest(tokens, range(1, -(-len(tokens) // pool.page_size) + 1), num_logits=len(tokens))
+    request = BatchRequest(tokens, range(1, -(-len(tokens) // pool.page_size) + 1), num_logits=len(tokens), state_slot=1)
     columns = RequestColumns.of([request])
     columns.lora_slots = np.array([SLOT])
     slots = LoraSlots(len(tokens), len(tokens), runner.device)
     batch = slots.given(Batch.build(columns, pool.page_size, runner.device), columns)
+    states = runner_of(runner.recurrent, 1, runner.device)
     with torch.no_grad(), _random_factors(adapters):
-        with ForwardContext(batch, pool, backend):
+        with ForwardContext(batch, pool, backend, states):
             given = runner.forward(batch.input_ids, batch.positions, batch.logits_rows)[: len(tokens)].clone()
         with as_served(runner.model), _hooked(runner.model, adapters):
             expected = runner.logits_alone(torch.tensor(tokens, device=runner.device))

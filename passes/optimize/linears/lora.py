@@ -57,7 +57,7 @@ def insert_lora(
     found = [product for node in graph.nodes if (product := _product(node, owned, tokens, logits)) is not None]
     if not found:
         return (), ()
-    sites, widened = list[LoraSite](), list[Merge]()
+    sites, widened, complete = list[LoraSite](), list[Merge](), dict[fx.Node, fx.Node]()
     inputs = _Inputs(placeholders[-1], value_of(found[0].given))
     step_slots = inputs.add("lora_slots", (shape_of(by_role["input_ids"])[-1],), torch.int32)
     logits_slots = inputs.add("lora_logits_slots", (shape_of(wanted)[0],) if wanted is not None else (2,), torch.int32)
@@ -77,10 +77,12 @@ def insert_lora(
             for name, shape in zip(("a", "b", "scales"), site.shapes(slots, rank), strict=True)
             if name != "a" or site.weight is None
         ]
-        operands = (node, product.given) if site.weight is None else (node,)
+        given = complete.get(product.given, product.given)  # of a linear layer that follows another one immediately
+        operands = (node, given) if site.weight is None else (node,)
         with graph.inserting_after(node):
             arguments = (*operands, *factors, logits_slots if site.of_logits else step_slots, list(site.rows))
             added = call_of_value(graph, value.new_empty(value.shape), LORA if site.weight is None else LORA_UP, *arguments)
+        complete[node] = added
         for user in [user for user in node.users if user is not added]:
             user.replace_input_with(node, added)
     graph.lint()
