@@ -57,6 +57,30 @@ def test_what_a_tokenizer_returns(llm: LLM) -> None:
     assert tokens(llm.generate([{"prompt": text} for text in texts], SamplingParams(max_tokens=NEW))) == one_by_one
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            {"multi_modal_data": {"image": object()}},
+            "a prompt is a mapping with 'multi_modal_data', which is not served; allowed are 'prompt'",
+        ),
+        ({"pixel_values": torch.zeros(1, 3)}, "with 'pixel_values', which is not served"),
+        ({"token_type_ids": [[0, 0, 1]]}, r"token_type_ids are not all 0, .* LLM.score\(text_1, text_2\)"),
+        ({"token_type_ids": torch.tensor([[0, 0, 1]])}, "token_type_ids are not all 0"),
+    ],
+)
+def test_nothing_of_a_mapping_is_dropped(llm: LLM, more: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        llm.generate({"input_ids": [[4, 5, 6]], **more})
+    harmless = {"token_type_ids": [[0, 0, 0]], "multi_modal_data": None, "length": [3]}
+    assert tokens(llm.generate({"input_ids": [[4, 5, 6]], **harmless}, SamplingParams(max_tokens=NEW))) == [oracle([4, 5, 6], NEW)]
+
+
+def test_a_conversation_is_no_prompt(llm: LLM) -> None:
+    with pytest.raises(TypeError, match=r"give the conversation to LLM\.chat"):
+        llm.generate([{"role": "user", "content": "Hi"}])
+
+
 def test_a_mapping_of_something_else_is_refused(llm: LLM) -> None:
     with pytest.raises(TypeError, match="a prompt is a mapping of 'text'; allowed are 'prompt', 'prompt_token_ids' or 'input_ids'"):
         llm.generate([{"text": "Hi"}])

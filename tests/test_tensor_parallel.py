@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from paged_attn import LLM
+from paged_attn import LLM, SamplingParams
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.engine import lead
 from paged_attn.engine.lead import first_rank_leads
@@ -166,11 +166,12 @@ def test_the_first_rank_leads_and_the_others_do_as_it_does(seen: list[dict[str, 
     assert follower["leader"] == {} and leader["ended"] == follower["ended"]
     assert (leader["ended"]["left"], leader["ended"]["still cached"], leader["ended"]["closed"]) == (0, 0, True)
     assert leader["together"] == follower["together"] == expected("llama")[:2]
+    assert (leader["tried elsewhere"], follower["tried elsewhere"]) == (False, True)
 
 
 def test_nothing_is_said_to_ranks_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for ever, or hide the error that tells of it."""
-    ranks: Any = SimpleNamespace(group=None)
+    ranks: Any = SimpleNamespace(group=mock.Mock())
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: None)
     gone = mock.Mock(side_effect=RuntimeError("connection closed by peer"))
@@ -180,6 +181,28 @@ def test_nothing_is_said_to_ranks_that_are_gone(monkeypatch: pytest.MonkeyPatch)
         line.say("step")
     line.say("close")
     assert gone.call_count == 1
+    for ask in (lambda leader: leader.step(), lambda leader: leader.add_request([4])):
+        with pytest.raises(ContextError, match="the other ranks left after an error"):
+            ask(lead._Leader(mock.Mock(), line))
+
+
+class Someone:
+    """Equal to itself alone, and not to what pickle makes of it."""
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"params": SamplingParams(logits_processors=[lambda ids, scores: scores])}, "can not be pickled: .*lambda"),
+        ({"namespace": Someone()}, "its namespace is .*, which is another one there"),
+        ({"tenant": Someone()}, "its tenant is"),
+    ],
+)
+def test_what_other_ranks_can_not_be_told_is_refused_before_anybody_has_it(given: dict[str, Any], words: str) -> None:
+    engine, line = mock.Mock(), mock.Mock()
+    with pytest.raises(ValueError, match=words):
+        lead._Leader(engine, line).add_request([4], **given)
+    assert not engine.add_request.called and not line.say.called
 
 
 def test_only_sharded_models_are_led() -> None:

@@ -13,6 +13,7 @@ from paged_attn.engine.config import EngineConfig, parse_setting
 from paged_attn.engine.model.load_options import LoadOptions
 from paged_attn.engine.sampling_params import GUIDES, SamplingParams
 from paged_attn.engine.setting_names import GONE, NEW_NAMES, SAME_SETTING
+from paged_attn.parallel.torchrun import num_processes
 
 if TYPE_CHECKING:
     from paged_attn.engine.llm import LLM
@@ -181,6 +182,8 @@ def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
         ValueError: the file can not be read as UTF-8 text.
     """
     prompts = list(args.prompt)
+    if args.prompt_file == "-" and num_processes() > 1:
+        raise ValueError("--prompt-file -: several processes can not all read standard input; give a file, or --prompt")
     if args.prompt_file is not None:
         try:
             text = sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text(encoding="utf-8")

@@ -28,7 +28,7 @@ from paged_attn.capture.graphs.recorder import CudaRecorder, Recorder
 from paged_attn.check.runs.steps import ProbeSettings, lengths_of_steps
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.steps_ahead import RunsWith
-from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.config import MANY_EXPERTS, MANY_EXPERTS_STEP_TOKENS, EngineConfig
 from paged_attn.engine.lora.lora_check import check_adapters
 from paged_attn.engine.lora.lora_runner import LoraRunner
 from paged_attn.engine.lora.lora_slots import LoraSlots
@@ -220,6 +220,18 @@ def ready_to_step(
             for line in each.report().lines():
                 logger.info("%s", line.strip())
     return steps, lora_steps, pool, selection
+
+
+def step_tokens_on_gpu(config: EngineConfig, runner: Runner) -> int:
+    """The default of `max_batch_tokens` for this model."""
+    tokens = MANY_EXPERTS_STEP_TOKENS if runner.experts_per_choice >= MANY_EXPERTS else config.step_tokens
+    if not (config.deterministic and has_triton()):
+        return tokens
+    from paged_attn.backends.attention.triton.deterministic import step_tokens
+    from paged_attn.backends.machine import machine_of
+
+    device = runner.device
+    return step_tokens(runner.layers, runner.dtype, runner.max_positions, tokens, machine_of(device), memory_of(device))
 
 
 def capture_settings(config: EngineConfig, one_row: bool, longest: int = MOST_CAPTURED_ROWS) -> CaptureSettings:

@@ -22,8 +22,8 @@ from paged_attn.backends.devices import has_triton
 from paged_attn.calling.compiled_calls import uncompiled
 from paged_attn.calling.plain_modes import in_plain_modes
 from paged_attn.capture.graphs.recorder import Recorder
-from paged_attn.engine.build_runtime import lora_runner, make_runner, ready_to_step, refuse_for_pooling
-from paged_attn.engine.config import MANY_EXPERTS, MANY_EXPERTS_STEP_TOKENS, EngineConfig
+from paged_attn.engine.build_runtime import lora_runner, make_runner, ready_to_step, refuse_for_pooling, step_tokens_on_gpu
+from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.generation_config import default_params
 from paged_attn.engine.input_processor import InputProcessor
 from paged_attn.engine.lora.lora_pool import LoraPool
@@ -103,8 +103,8 @@ class Engine:
             refuse_for_pooling(self.runner, self.pooler, self.config)
         limits = ModelLimits.of(model, self.runner.max_positions, self.runner.length_borders, self.runner.token_ids)
         defaults = default_params(model) if self.config.generation_config == "auto" else SamplingParams()
-        if cuda and given.max_batch_tokens is None and self.runner.experts_per_choice >= MANY_EXPERTS:
-            self.config = self.config.with_(max_batch_tokens=MANY_EXPERTS_STEP_TOKENS)
+        if cuda and given.max_batch_tokens is None:
+            self.config = self.config.with_(max_batch_tokens=step_tokens_on_gpu(self.config, self.runner))
         if (rows := self.runner.max_rows) is not None and rows < self.config.step_tokens:
             self.config = self.config.with_(max_batch_tokens=rows)
         device, layers = self.device, self.runner.layers

@@ -20,7 +20,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "epsilon_cutoff": (0,), "eta_cutoff": (0,), "top_h": (), "encoder_repetition_penalty": (1,), "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,), "forced_bos_token_id": (), "forced_eos_token_id": (), "exponential_decay_length_penalty": (),
     "begin_suppress_tokens": ([],), "sequence_bias": ({},), "token_healing": (False,), "guidance_scale": (1,), "watermarking_config": (),
-    "constraints": (), "force_words_ids": (), "max_time": (),
+    "constraints": (), "force_words_ids": (), "max_time": (), "min_length": (0,),
 }  # fmt: skip
 logger = logging.getLogger("paged_attn")
 

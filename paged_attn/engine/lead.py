@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -18,6 +20,9 @@ from paged_attn.engine.token_events import TokenEvents
 from paged_attn.parallel.ranks import Ranks
 
 IDLE = datetime.timedelta(days=365)  # how long nobody may ask for anything
+_lines: WeakKeyDictionary[Any, Any] = (
+    WeakKeyDictionary()
+)  # of each group of ranks another one, of gloo; none is destroyed, since its name can not be used again
 
 
 @contextmanager
@@ -38,6 +43,7 @@ def first_rank_leads(llm: LLM) -> Iterator[bool]:
         raise ContextError("first_rank_leads needs a model that is sharded over ranks; this one is whole, use it as it is")
     line = _Line(ranks)
     if ranks.rank != 0:
+        engine.input_processor.guides.tried_elsewhere = True
         while (order := line.hear()) is not None:
             name, arguments, keywords = order
             getattr(engine, name)(*arguments, **keywords)
@@ -58,7 +64,9 @@ class _Line:
         self._is_cut = False
         members = dist.get_process_group_ranks(ranks.group)
         self._first = members[0]
-        self._group = dist.new_group(members, backend="gloo", timeout=IDLE, use_local_synchronization=True)
+        if ranks.group not in _lines:
+            _lines[ranks.group] = dist.new_group(members, backend="gloo", timeout=IDLE, use_local_synchronization=True)
+        self._group = _lines[ranks.group]
 
     def say(self, order: Any) -> None:
         if self._is_cut:
@@ -72,6 +80,11 @@ class _Line:
     def cut(self) -> None:
         """Nobody listens any more: what is said from now on would wait for ever."""
         self._is_cut = True
+
+    def check(self) -> None:
+        """Raises ContextError: nobody listens any more."""
+        if self._is_cut:
+            raise ContextError("the other ranks left after an error, so that this one can not go on alone; start the program again")
 
     def hear(self) -> Any:
         heard = [None]
@@ -91,8 +104,10 @@ class _Leader:
         return getattr(self._engine, name)
 
     def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **keywords: Any) -> Request:
+        self._line.check()
+        _refuse_what_does_not_travel(params, keywords)
         request = self._engine.add_request(prompt_token_ids, params, **keywords)  # what it refuses nobody hears of
-        told = {**keywords, "request_id": request.id, "text_at_end": True}
+        told = {**keywords, "request_id": request.id}  # they decode what this one does: what can not be decoded ends a request on all
         self._line.say(("add_request", (request.prompt_token_ids, request.params), told))
         return request
 
@@ -103,6 +118,7 @@ class _Leader:
         return self._engine.cancel(request_id)
 
     def step(self) -> TokenEvents:
+        self._line.check()
         self._line.say(("step", (), {}))
         try:
             return self._engine.step()
@@ -121,3 +137,19 @@ class _Leader:
     def release(self) -> None:
         self._line.say(("release", (), {}))
         self._engine.release()
+
+
+def _refuse_what_does_not_travel(params: SamplingParams | None, keywords: dict[str, Any]) -> None:
+    """Raises ValueError: the other ranks can not be told of it, or would get something else."""
+    what = "a request to a model over several ranks is sent to all of them"
+    try:
+        _, told = pickle.loads(pickle.dumps((params, keywords)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{what}, and this one can not be pickled: {error}; logits processors must be functions or classes of a module"
+        ) from error
+    for name in ("namespace", "tenant"):
+        if told.get(name) != keywords.get(name):
+            raise ValueError(
+                f"{what}, and its {name} is {keywords[name]!r}, which is another one there; give a text, a number or a tuple of those"
+            )

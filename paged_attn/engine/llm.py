@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,12 @@ class LLM(PoolingCalls):
         own = tokenizer if isinstance(tokenizer, (str, Path)) else None
         task = checked_task(task)
         defaults = embedding_defaults
-        options = LoadOptions(own, revision, trust_remote_code, gguf_file, quantization_config)
+        read = LoadOptions(own, revision, trust_remote_code, gguf_file, quantization_config)
+        options = replace(read, has_tokenizer=tokenizer is not None and own is None)
         if isinstance(model, nn.Module):
             if dtype is not None or device is not None:
                 raise ValueError("dtype and device are for loading from a path; convert a loaded model yourself: model.to(device, dtype)")
-            if given := [name for name in options.given if name not in ("tokenizer", "trust_remote_code")]:
+            if given := [name for name in read.given if name not in ("tokenizer", "trust_remote_code")]:
                 raise ValueError(f"{given[0]} is for loading from a path; give it to the from_pretrained that loads the model")
         with showing(progress):
             if isinstance(model, (str, Path)):

@@ -13,6 +13,16 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 Prompt = str | Sequence[int]
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "input_ids", "attention_mask", "token_type_ids")
+# What a tokenizer may say besides, and no model is called with.
+ABOUT_TOKENS = (
+    "special_tokens_mask",
+    "offset_mapping",
+    "length",
+    "num_truncated_tokens",
+    "overflowing_tokens",
+    "overflow_to_sample_mapping",
+)
 Params: TypeAlias = "SamplingParams | GenerationConfig"
 Loras: TypeAlias = "str | Sequence[str | None] | None"
 
@@ -65,12 +75,24 @@ def as_list(prompts: Any) -> list[Prompt]:
 
 
 def _of_mapping(prompt: Mapping[str, Any]) -> list[Prompt]:
-    """What {"prompt": text}, {"prompt_token_ids": ids} or a tokenizer's {"input_ids": ..., "attention_mask": ...} stands for."""
+    """What {"prompt": text}, {"prompt_token_ids": ids} or a tokenizer's {"input_ids": ..., "attention_mask": ...} stands for.
+
+    Raises:
+        TypeError: it has anything else that a model would be called with.
+    """
+    allowed = ", ".join(map(repr, PROMPT_FIELDS[:2])) + f" or {PROMPT_FIELDS[2]!r}"
+    if "role" in prompt:
+        raise TypeError("a message of a conversation is no prompt; give the conversation to LLM.chat, which has the model's template")
+    if not any(name in prompt for name in PROMPT_FIELDS[:3]):
+        raise TypeError(f"a prompt is a mapping of {', '.join(map(repr, prompt))}; allowed are {allowed}")
+    if unknown := [name for name, value in prompt.items() if name not in (*PROMPT_FIELDS, *ABOUT_TOKENS) and value is not None]:
+        raise TypeError(f"a prompt is a mapping with {unknown[0]!r}, which is not served; allowed are {allowed} and attention_mask")
+    types = prompt.get("token_type_ids")
+    if types is not None and any(map(any, _rows(types))):
+        raise TypeError("a prompt's token_type_ids are not all 0, which is served for pairs of texts only: LLM.score(text_1, text_2)")
     for name in ("prompt_token_ids", "prompt"):
         if prompt.get(name) is not None:
             return [prompt[name]]
-    if "input_ids" not in prompt:
-        raise TypeError(f"a prompt is a mapping of {', '.join(map(repr, prompt))}; allowed are 'prompt', 'prompt_token_ids' or 'input_ids'")
     rows, mask = _rows(prompt["input_ids"]), prompt.get("attention_mask")
     kept = [[1] * len(row) for row in rows] if mask is None else _rows(mask)
     return [[token for token, keep in zip(*pair, strict=True) if keep] for pair in zip(rows, kept, strict=True)]

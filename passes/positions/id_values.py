@@ -64,6 +64,8 @@ def _by_id(node: fx.Node, probe: RowProbe, positions: list[fx.Node], run: Tensor
     except (RuntimeError, IndexError, KeyError):
         return None
     axis = token_axis(node, form)
+    if axis is not None and isinstance(value, Tensor) and value.shape[axis] != len(run):
+        return None  # of some tokens only
     return value if axis is None or not isinstance(value, Tensor) else value.movedim(axis, 0)[torch.argsort(run).to(value.device)]
 
 

@@ -94,7 +94,7 @@ def test_a_bad_completion_request_gets_400_and_the_engines_words(running: Runnin
         ([{"role": "user", "content": "a", "audio": {"id": 1}}], "messages.0.audio", "field 'audio' is not supported"),
         ([{"role": "user", "content": "a", "name": 3}], "messages.0.name", "got 3; allowed: a text"),
         ([{"role": "user", "content": "\udc00"}], "messages", "half of a surrogate pair"),
-        ([{"role": "user", "content": "long " * 100}], "prompt", "but the model has 256 positions"),
+        ([{"role": "user", "content": "long " * 100}], "messages", "but the model has 256 positions"),
     ],
 )
 def test_bad_messages_get_400(running: Running, messages: Any, param: str, words: str) -> None:

@@ -57,6 +57,7 @@ def test_every_form_of_prompt_streamed_or_not(running: Running, prompt: Any, str
         mine = [part for part in parts if part.index == index]
         assert "".join(part.text for part in mine) == each.text
         assert [token for part in mine for token in getattr(part, "token_ids", None) or []] == each.token_ids
+        assert [getattr(part, "prompt_token_ids", None) for part in mine] == [each.prompt_token_ids] + [None] * (len(mine) - 1)
         assert [part.finish_reason for part in mine] == [None] * (len(mine) - 1) + ["length"]
 
 

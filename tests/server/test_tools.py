@@ -118,6 +118,14 @@ def test_a_named_tool_and_any_tool_are_enforced(tooled: Running, stream: bool) -
         assert arguments["city"] in ("Rome", "Oslo")
 
 
+@pytest.mark.parametrize("more", [{"min_tokens": 1}, {"ignore_eos": True}])
+def test_what_no_enforced_call_can_have_is_named(tooled: Running, more: dict[str, Any]) -> None:
+    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", **more}
+    reply = tooled.http.post("/v1/chat/completions", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools"), reply.text
+    assert f"{next(iter(more))}: got" in reply.json()["error"]["message"]
+
+
 @BOTH
 def test_no_tools_are_shown_and_no_calls_read_where_none_are_wanted(tooled: Running, stream: bool) -> None:
     message, reason = ask(tooled, ROME, stream, tools=TOOLS, tool_choice="none")

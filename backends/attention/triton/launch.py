@@ -15,9 +15,9 @@ from paged_attn.backends.attention.alibi import slopes_of
 from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.flash_style import for_kernel
 from paged_attn.backends.attention.triton.attend_kernel import attend as attend_kernel
-from paged_attn.backends.attention.triton.plan import Plan, kept_rows
+from paged_attn.backends.attention.triton.plan import Plan
 from paged_attn.backends.attention.triton.together.attend_kernel import attend_together
-from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition, segments
+from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition, kept_rows, segments
 from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.machine import power_of_2
 from paged_attn.backends.unit_stride import unit_last

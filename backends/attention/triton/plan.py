@@ -14,7 +14,7 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec, ChunkPart
 from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.triton.tiling import RowsKind, few_keys, shares_keys, tiling
-from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition
+from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition, kept_rows
 from paged_attn.backends.machine import machine_of, power_of_2
 
 
@@ -87,7 +87,7 @@ def layer_kinds(pool: KVPool) -> LayerKinds:
     if pool not in _known:
         indices: dict[AttentionSpec, int] = {}
         by_layer = tuple(
-            {each.chunk_part: indices.setdefault(replace(each, kv_layer=0, module=""), len(indices)) for each in _attentions(spec)}
+            {each.chunk_part: indices.setdefault(replace(each, kv_layer=0, module=""), len(indices)) for each in attentions(spec)}
             for spec in pool.layers
         )
         starts = [view(layer).storage_offset() for layer in range(len(by_layer)) for view in (pool.key, pool.value)]
@@ -96,7 +96,7 @@ def layer_kinds(pool: KVPool) -> LayerKinds:
     return _known[pool]
 
 
-def _attentions(spec: AttentionSpec) -> tuple[AttentionSpec, ...]:
+def attentions(spec: AttentionSpec) -> tuple[AttentionSpec, ...]:
     """What a backend's `forward` is called with for a layer."""
     if isinstance(spec, DualChunkSpec):
         return spec.parts
@@ -110,8 +110,3 @@ def small_step(pool: KVPool) -> int:
     """
     machine, specs = machine_of(pool.device), layer_kinds(pool).specs
     return min((few_keys(spec, pool.dtype, machine) for spec in specs if not isinstance(spec, LatentSpec)), default=0)
-
-
-def kept_rows(kind: PartitionKind) -> int:
-    """Rows of a tile that partial results are kept for: a decode tile of few heads is mostly padding."""
-    return min(kind.tiling.block_m, power_of_2(kind.group)) if kind.rows == "one" else kind.tiling.block_m

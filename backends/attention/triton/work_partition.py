@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -85,7 +86,11 @@ class WorkPartition:
     def allocate(cls, kind: PartitionKind, batch: Batch, multiprocessors: int, requests: int) -> WorkPartition:
         tiling = kind.tiling
         most_tiles = _ceil(max(batch.query_lens_host) * kind.group, tiling.block_m)
-        programs = _parts(kind, batch) if tiling.part_blocks else multiprocessors * tiling.programs_per_sm * tiling.waves
+        programs = (
+            num_parts(kind, batch.seq_lens_host, batch.query_lens_host)
+            if tiling.part_blocks
+            else multiprocessors * tiling.programs_per_sm * tiling.waves
+        )
         tiles = batch.num_tokens * kind.group // tiling.block_m + requests + 1
         bounds = requests * segments(kind) if kind.rows == "together" else 0
         sizes = [_ceil(n, 4) * 4 for n in (requests, tiles, (programs + 1) * WORK_COLUMNS, 2 * programs, bounds)]  # each on 16 bytes
@@ -126,14 +131,19 @@ class WorkPartition:
         )  # fmt: skip
 
 
-def _parts(kind: PartitionKind, batch: Batch) -> int:
+def num_parts(kind: PartitionKind, seq_lens: Sequence[int], query_lens: Sequence[int]) -> int:
     """How many parts a fixed cut makes, from the host's lengths; no fewer than the device will find."""
     tiling, parts = kind.tiling, 0
-    for length, new in zip(batch.seq_lens_host, batch.query_lens_host, strict=True):
+    for length, new in zip(seq_lens, query_lens, strict=True):
         seen = length if kind.window is None else min(length, kind.window + new)
         # One part more where the first key is not on the grid.
         parts += _ceil(new * kind.group, tiling.block_m) * (_ceil(seen, tiling.block_n * tiling.part_blocks) + 1)
     return max(1, parts * kind.kv_heads)
+
+
+def kept_rows(kind: PartitionKind) -> int:
+    """Rows of a tile that partial results are kept for: a decode tile of few heads is mostly padding."""
+    return min(kind.tiling.block_m, power_of_2(kind.group)) if kind.rows == "one" else kind.tiling.block_m
 
 
 def segments(kind: PartitionKind) -> int:

@@ -35,6 +35,13 @@ def check_against_model(model: Logits, original: Original, truth: Truth, name: s
         UnsupportedError: they differ by more.
     """
     pairs = [(model(prompt), logits) for prompt, logits in zip(truth.prompts, truth.logits, strict=True)]
+    bad = [int((expected.isnan() | (expected == torch.inf)).any(-1).sum()) for expected, _ in pairs]
+    if settings.fails(sum(bad) > 0):
+        count, prompt = max((count, prompt) for prompt, count in enumerate(bad))
+        raise UnsupportedError(
+            f"{name} itself gives logits that are infinite or no numbers for {count} of the {len(truth.prompts[prompt])} tokens of a "
+            "random prompt; look at its weights, its dtype and its attn_implementation. Nothing was generated."
+        )
     check_rows(truth.prompts, [expected for expected, _ in pairs], False)
     if not settings.any_rank(not all(expected.dtype == got.dtype and torch.equal(expected, got) for expected, got in pairs)):
         return

@@ -16,6 +16,7 @@ class LoadOptions:
 
     Attributes:
         tokenizer: the place of another tokenizer than the model's own: a directory or a hub id.
+        has_tokenizer: the caller has one, so that the model's own is not read.
         revision: of a hub id: a branch, a tag or a commit.
         trust_remote_code: run Python code that comes with the checkpoint. Without it nothing of it runs, and nobody is asked.
         gguf_file: a file of that format in the directory or repository; its weights are unpacked to the dtype. Needs the package `gguf`.
@@ -29,6 +30,7 @@ class LoadOptions:
     gguf_file: str | None = None
     quantization_config: Any = None
     expert_parallel: bool = False
+    has_tokenizer: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.trust_remote_code, bool):

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,10 @@ def load_model(
         shown.update()
         shown.set_postfix_str("tokenizer")
         if options.tokenizer is not None:
-            tokenizer = load_tokenizer(options.tokenizer, options)
+            own = str(options.tokenizer) == name  # a revision is the model's; another repository has others
+            tokenizer = load_tokenizer(options.tokenizer, options if own else replace(options, revision=None))
+        elif options.has_tokenizer:
+            tokenizer = None
         else:
             tokenizer = _tokenizer(name, gguf, options) if gguf or _has_tokenizer(name) else None
         shown.update()

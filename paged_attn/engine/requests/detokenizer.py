@@ -196,7 +196,7 @@ class IncrementalDetokenizer:
 
     def _release(self, fresh: str) -> str:
         text = self._held + fresh
-        hits = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0] if self._left <= 0 else []
+        hits = [] if self._left > 0 else [(at + len(stop), at, stop) for stop in self._stop if (at := self._find(stop, text)) >= 0]
         if hits:
             end, at, self.stopped = min(hits)
             text, self._held = text[: end if self._include_stop else at], ""
@@ -206,6 +206,10 @@ class IncrementalDetokenizer:
         if text:
             self._released.append(text)
         return text
+
+    def _find(self, stop: str, text: str) -> int:
+        """Where it ends in what is not held: what is has been searched, or came before `min_tokens`."""
+        return text.find(stop, max(len(self._held) - len(stop) + 1, 0))
 
     def _length_of_stop_prefix(self, text: str) -> int:
         longest = min(len(text), max(map(len, self._stop)) - 1)

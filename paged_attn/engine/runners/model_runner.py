@@ -162,20 +162,23 @@ class ModelRunner:
         found = None if kept is None else kept.find()
         if self.ranks is not None and not self.ranks.all_say(found is not None):
             found = None  # ranks trace together, or none does
+        stale = None
         if kept is not None and found is not None:
             self.compiled, args, path = found
             try:
                 self._use(args)
                 return
             except UnsupportedError as refusal:
-                logger.warning("the graph %s gives other numbers than the model, which is traced anew: %s", path, refusal)
-                kept.entries.remove(path)
+                logger.warning("the graph %s is not used, and the model is traced anew: %s", path, refusal)
+                stale = path
         if options.runs_with is not None:
             options = replace(options, runs_with=replace(options.runs_with, recurrent=self.recurrent))
         with replaced_by_ops(self.recurrent), self.ropes.by_request():
             self.compiled, args = trace_model(self.model, options, positions, on_all)
         self._use(args)
         if kept is not None:
+            if stale is not None:
+                kept.entries.remove(stale)
             kept.keep(self.compiled, args)
 
     def _find_recurrent(self, inputs_of: InputsOf) -> tuple[tuple[RecurrentLayer, ...], Mapping[str, AllTokensCall]]:

@@ -35,7 +35,7 @@ from paged_attn.engine.tracing.repeated.find import AlikeLayers, alike_layers
 from paged_attn.engine.tracing.repeated.marks import marked
 from paged_attn.engine.tracing.repeated.same_code import NotAlike, guards_of_trace
 from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, not_traced
-from paged_attn.engine.tracing.while_tracing import messages, no_collections, no_metrics_log, plain_buffers
+from paged_attn.engine.tracing.while_tracing import messages, no_collections, no_metrics_log, open_multihead_attention, plain_buffers
 from paged_attn.passes.find.softmax import UnknownAttention
 from paged_attn.passes.fx.model_facts import max_positions
 from paged_attn.passes.prove.mask_probe import ShortTable
@@ -208,8 +208,13 @@ def only_device(model: nn.Module) -> torch.device:
     """The one device of a model's tensors; UnsupportedError if there are several, or none that holds data."""
     devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
+        way = "model.to(device)"
+        if any(device.type == "meta" for device in devices):
+            way = "load it without offloading, since what lies on meta holds no numbers"
+        elif any(hasattr(module, "_hf_hook") for module in model.modules()):
+            way = "accelerate.hooks.remove_hook_from_submodules(model), then model.to(device)"
         raise UnsupportedError(
-            f"the model lies on {sorted(map(str, devices)) or 'no device'}; an engine needs all of it on one device: model.to(device)"
+            f"the model lies on {sorted(map(str, devices)) or 'no device'}; an engine needs all of it on one device: {way}"
         )
     return devices.pop()
 
@@ -272,6 +277,7 @@ def _traced(
     try:
         with (
             as_served(model), plain_buffers(model), settings, unwrapped_refusals(), no_collections(), no_metrics_log(), any_length(),
+            open_multihead_attention(),
             marked(model, layers) as numbers,
         ):  # fmt: skip
             torch.compile(target, backend=backend, fullgraph=True)(model, inputs)

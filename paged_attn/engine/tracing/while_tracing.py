@@ -1,15 +1,18 @@
-"""What is set aside while Dynamo traces: the garbage collector, buffers of a class of their own, messages and logs."""
+"""What is set aside while Dynamo traces: the garbage collector, buffers of a class of their own, fused attention, messages and logs."""
 
 from __future__ import annotations
 
 import builtins
 import gc
 import logging
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 _LEVELS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
@@ -44,6 +47,25 @@ def plain_buffers(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, buffer in replaced:
             module._buffers[name] = buffer
+
+
+@contextmanager
+def open_multihead_attention() -> Iterator[None]:
+    """Inside, `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` are traced as the linear layers and the attention that they are.
+
+    Dynamo takes `F.multi_head_attention_forward` for one operation, by its identity, and looks into a copy; in eval mode the layer calls
+    one fused operation of its own, unless that is switched off.
+    """
+    theirs, fused = F.multi_head_attention_forward, torch.backends.mha.get_fastpath_enabled()
+    copy = types.FunctionType(theirs.__code__, theirs.__globals__, theirs.__name__, theirs.__defaults__, theirs.__closure__)
+    copy.__kwdefaults__ = theirs.__kwdefaults__
+    F.multi_head_attention_forward = copy
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        F.multi_head_attention_forward = theirs
+        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def messages() -> set[Callable[..., Any]]:

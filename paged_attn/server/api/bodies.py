@@ -57,6 +57,7 @@ class Body(Closed):
     default_max_tokens: ClassVar[int | None] = None
     logprobs_name: ClassVar[str] = "logprobs"
     limit_name: ClassVar[str] = "max_tokens"
+    prompt_name: ClassVar[str] = "prompt"
     neutral: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = NEUTRAL
     text_at_end: ClassVar[bool] = True  # whole answers are read when they have ended
 

@@ -24,7 +24,7 @@ MAX_SCHEMA_TEXT = 256 << 10
 MAX_TOOLS_VALUES, MAX_TOOLS_TEXT = 16 << 10, 128 << 10  # of all tools together
 # Fields that a body does not have, and the one of ours that means the same, or what to do.
 SAME_FIELD = {**SAME_PARAM, "max_new_tokens": "max_tokens", "prompts": "prompt"}
-OTHER_FIELD = {**OTHER_PARAM, "structured_outputs": "use json_schema, regex or grammar", "guided_choice": "use regex, as in 'yes|no'"}
+OTHER_FIELD = {**OTHER_PARAM, "add_special_tokens": "send token ids, which /tokenize gives"}
 MAX_COMPARED = 64  # characters of such a name
 
 

@@ -31,7 +31,7 @@ class ResponseFormat(Closed):
 class ChatBody(Body):
     """The body of POST /v1/chat/completions."""
 
-    logprobs_name = "top_logprobs"
+    logprobs_name, prompt_name = "top_logprobs", "messages"
     messages: Messages
     max_completion_tokens: int | None = Field(
         None, description="the newer name of max_tokens; default: what there is room for", json_schema_extra=within(0)

@@ -35,6 +35,7 @@ class Reply:
 
     def __init__(self, job: Job, body: Body, texts: Texts, model: str) -> None:
         self.job, self.body, self.texts = job, body, texts
+        self._begun = set[int]()  # choices of a stream whose prompt's ids were sent
         self.head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     async def whole(self) -> dict[str, Any]:
@@ -84,6 +85,9 @@ class Reply:
             parts[-1]["stop_reason"] = self.job.requests[index].stop_reason
         if wants_ids:
             parts[0]["token_ids"] = [event.token_id]
+            if index not in self._begun:
+                self._begun.add(index)
+                parts[0]["prompt_token_ids"] = self.job.requests[index].prompt_token_ids
         return parts
 
     def content(self, completion: Completion) -> tuple[dict[str, Any], str]:

@@ -116,7 +116,7 @@ async def _answer(
 
     async def run() -> Response:
         job = await _job(await prompts(), body, request)
-        await begin(request, job, "prompt")
+        await begin(request, job, body.prompt_name)
         reply = make_reply(job, body, texts, job.lora or state.settings.model_name)
         if body.stream:
             return EventStream(reply.lines(), lambda: state.llm.thread.cancel(job))
@@ -132,7 +132,10 @@ async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:
     body.check_scores(sum(len(prompt.token_ids) for prompt in prompts))
     params, form = body.sampling_params(_room(engine, prompts), engine.default_params), prompts[0].form
     if form is not None:
-        params = form.enforced(params)
+        try:
+            params = form.enforced(params)
+        except ValueError as error:
+            raise _not_enforced(error) from error
     guide = await _checked(params, engine, state, caller, has_tools=form is not None and form.grammar is not None)
     answers = params.answers(body.num_answers)
     namespace = caller.namespace(body.cache_salt, state.settings.share_prefixes)
@@ -159,8 +162,12 @@ async def _checked(params: SamplingParams, engine: Engine, state: ServerState, c
         return await state.llm.guide(params, caller.tenant)
     except ValueError as error:  # UnsupportedError is one
         if has_tools:
-            raise ApiError(400, f"tools: calls can not be enforced with these parameters: {error}", param="tools") from error
+            raise _not_enforced(error) from error
         raise bad_request(error, None if params.guide is None else params.guide[0]) from error
+
+
+def _not_enforced(error: ValueError) -> ApiError:
+    return ApiError(400, f"tools: calls can not be enforced with these parameters: {error}", param="tools")
 
 
 def _ready(request: Request, body: Body) -> tuple[ServerState, Engine, Texts]:

@@ -219,6 +219,19 @@ def test_stop_string_with_a_character_split_over_tokens():
     assert detokenizer.stopped == "🙂!" and detokenizer.finish() == ""
 
 
+@pytest.mark.parametrize("stop", [("2",), ("2", "@@@@"), ("x2", "2l", "@@@@@@")])
+def test_a_stop_string_that_came_before_min_tokens_stays_whatever_others_hold_back(stop):
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, stop=stop, min_tokens=4)
+    text = "".join(detokenizer.append(byte) for byte in b"x2l-{2") + detokenizer.finish()
+    assert text == ("x2l-{" if "2" in stop else "x2l-{2")
+    assert detokenizer.stopped == ("2" if "2" in stop else None)
+
+
+def test_a_stop_string_may_begin_before_min_tokens():
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, stop=("abcd", "b"), min_tokens=3)
+    assert "".join(detokenizer.append(byte) for byte in b"abcd") == "" and detokenizer.stopped == "abcd"
+
+
 def test_appending_after_the_end_is_refused():
     stopped = IncrementalDetokenizer(BYTE_LEVEL, stop=("b",))
     assert stopped.append(ord("a")) + stopped.append(ord("b")) == "a"

@@ -14,8 +14,8 @@ from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.flash_style import for_kernel
 from paged_attn.backends.attention.triton.latent.attend_kernel import attend_latent
 from paged_attn.backends.attention.triton.latent.merge_kernel import merge_latent
-from paged_attn.backends.attention.triton.plan import Plan, kept_rows
-from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition
+from paged_attn.backends.attention.triton.plan import Plan
+from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition, kept_rows
 from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.machine import power_of_2
 from paged_attn.backends.unit_stride import unit_last

@@ -53,7 +53,7 @@ class ResponsesBody(Body):
 
     neutral = {name: each for name, each in {**NEUTRAL, **OWN_NEUTRAL}.items() if name != "store"}
     ignored = IGNORED | set(NEUTRAL) | set(OWN_NEUTRAL) | {"prompt_cache_retention"}
-    limit_name = "max_output_tokens"
+    limit_name, prompt_name = "max_output_tokens", "input"
     text_at_end: ClassVar[bool] = False  # the tokens of reasoning are counted as they come
 
     input: Any = Field(

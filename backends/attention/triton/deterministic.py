@@ -1,0 +1,34 @@
+"""How many new tokens a deterministic step may have: each part of its fixed cut keeps sums of its own, however many parts there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.triton.plan import attentions
+from paged_attn.backends.attention.triton.tiling import tiling
+from paged_attn.backends.attention.triton.work_partition import PartitionKind, kept_rows, num_parts
+from paged_attn.backends.machine import Machine, power_of_2
+
+LONGEST = 131_072  # tokens of a request, where the model has no limit
+SHARE = 0.03  # of a GPU's memory; KV takes four fifths of what weights and graphs leave
+LEAST_TOKENS = 256
+
+
+def workspace_bytes(specs: Sequence[AttentionSpec], dtype: torch.dtype, tokens: int, context: int, machine: Machine) -> int:
+    """What `Plan.of` allocates for so many last tokens of one request of `context` tokens."""
+    kinds = [PartitionKind.of(spec, "all", tiling("all", spec, dtype, tokens, context, context, machine)) for spec in specs]
+    rows = max((2 * num_parts(kind, (context,), (tokens,)) * kept_rows(kind) for kind in kinds), default=0)
+    return 4 * rows * (max((power_of_2(max(spec.v_head_dim, 16)) for spec in specs), default=0) + 2)
+
+
+def step_tokens(
+    layers: Sequence[AttentionSpec], dtype: torch.dtype, max_positions: int | None, most: int, machine: Machine, memory: int
+) -> int:
+    """At most `most`, so that the end of the longest request takes SHARE of `memory` bytes; no fewer than LEAST_TOKENS."""
+    specs, context = [each for layer in layers for each in attentions(layer)], max_positions or LONGEST
+    while most > LEAST_TOKENS and workspace_bytes(specs, dtype, min(most, context), context, machine) > SHARE * memory:
+        most = max(most // 2, LEAST_TOKENS)
+    return most
