@@ -58,6 +58,18 @@ class Recurrent(Protocol):
     def kernels(self, layer_id: int) -> Mapping[Callable[..., None], Callable[..., bool]]: ...
 
 
+class NoAttention:
+    """A backend of steps in which no paged attention runs, or another process compiles what would."""
+
+    def plan(self, batch: Batch, pool: KVPool) -> None: ...
+
+    def plan_in_graph(self, plan: Any) -> None: ...
+
+    def forward(self, *_: Any, **__: Any) -> None: ...
+
+    def forward_latent(self, *_: Any) -> None: ...
+
+
 class ForwardContext:
     """`with ForwardContext(batch, pool, backend):` one step of one pool. Enter it once, in the thread that runs the model.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
-from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.context import Backend, ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.latent import LatentCall
@@ -68,6 +68,10 @@ class AttentionBackend(ABC):
     def compiles_steps_ahead(self, mode: ForwardMode) -> bool:
         """`compiles_ahead` of what serves such steps."""
         return self.compiles_ahead
+
+    def while_compiling_ahead(self) -> Backend:
+        """What runs such steps on fake tensors: this one, or what is left of it without kernels that fake tensors can not be given."""
+        return self
 
     @abstractmethod
     def plan(self, batch: Batch, pool: KVPool) -> Any:

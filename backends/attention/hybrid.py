@@ -5,12 +5,14 @@ A step goes to one of them as a whole: a batch in mode DECODE to the second, any
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
+from paged_attn.attn_ops.context import NoAttention
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
@@ -44,6 +46,12 @@ class HybridBackend(AttentionBackend):
 
     def compiles_steps_ahead(self, mode: ForwardMode) -> bool:
         return self.child_for(mode).compiles_ahead
+
+    def while_compiling_ahead(self) -> HybridBackend:
+        """A step of latents has parts of both modes, whatever its own is."""
+        left: Any = copy(self)
+        left.prefill, left.decode = (each if each.compiles_ahead else NoAttention() for each in (self.prefill, self.decode))
+        return left  # type: ignore[no-any-return]
 
     def plan(self, batch: Batch, pool: KVPool) -> HybridPlan:
         child = self.child_for(batch.mode)

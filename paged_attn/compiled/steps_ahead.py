@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
-from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.context import ForwardContext, NoAttention
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
@@ -28,7 +28,6 @@ from paged_attn.attn_ops.ops.scans.mamba import MAMBA1_SCAN, MAMBA2_SCAN
 from paged_attn.attn_ops.ops.scans.short_conv import SHORT_CONV
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
-from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.selection.scans import scans_backend
 from paged_attn.backends.selection.select import select
 from paged_attn.passes.fx.graph_tools import symbol, value_of
@@ -99,7 +98,7 @@ def compile_steps_ahead(
         scans = [node for op in SCANS for node in _distinct(graph, op, specs)] if ours else []
         for batch in batches:
             attends = backend.compiles_steps_ahead(batch.mode)
-            with ForwardContext(on_fakes(batch, device), pool, backend if attends else ReferenceBackend(), states):
+            with ForwardContext(on_fakes(batch, device), pool, backend.while_compiling_ahead() if attends else NoAttention(), states):
                 for node in [*(attentions if attends else ()), *scans]:
                     _run(node, batch.num_rows)
 

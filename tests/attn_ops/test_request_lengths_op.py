@@ -7,10 +7,9 @@ import torch
 
 from paged_attn import Batch, BatchRequest, KVPool
 from paged_attn.attn_ops.batch.step_buffers import StepShape
-from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.context import ForwardContext, NoAttention
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.ops.positions import REQUEST_LENGTHS
-from paged_attn.calling.no_attention import NoAttention
 
 CHUNK = BatchRequest([5, 6, 7], [1, 2], 4, 0, length=20)
 DECODE = BatchRequest([9], [3, 4], 6)

@@ -103,6 +103,22 @@ def test_of_two_backends_the_steps_of_the_one_that_does(monkeypatch: pytest.Monk
     assert found["attend_latent"] == found["merge_latent"] > len(steps) - decodes
 
 
+class NoFakes(ReferenceBackend):
+    """As kernels of other packages, which have no form for fake tensors."""
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError("a fake tensor")
+
+    plan = forward  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("model_type", "more"), [("llama", {}), ("deepseek_v2", {"kv_lora_rank": 64})])
+@pytest.mark.parametrize("pair", [(TritonBackend, NoFakes), (NoFakes, TritonBackend)])
+def test_the_other_one_meets_no_fake_tensors(model_type: str, more: dict[str, int], pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of latents that begins a prompt has decodes in a part of their own."""
+    assert asked(build(model_type, **more), monkeypatch, lambda: hybrid_of(*(each() for each in pair)))
+
+
 def test_scans_are_compiled_whoever_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, beside = (asked(build("qwen3_next"), monkeypatch, backend) for backend in (ReferenceBackend, TritonBackend))
     assert alone["conv_step"] == beside["conv_step"] > 0 and not alone["attend"] and beside["attend"]
