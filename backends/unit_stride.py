@@ -11,4 +11,8 @@ Given = TypeVar("Given", Tensor, Tensor | None)
 
 def unit_last(tensor: Given) -> Given:
     """The same numbers with stride 1 in the last dimension: the tensor itself, or a copy of a view such as a column; None stays None."""
-    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor if tensor is None or is_unit_last(tensor) else tensor.contiguous()
+
+
+def is_unit_last(tensor: Tensor) -> bool:
+    return tensor.stride(-1) == 1

@@ -84,6 +84,8 @@ def test_a_conversation_is_no_prompt(llm: LLM) -> None:
 def test_a_mapping_of_something_else_is_refused(llm: LLM) -> None:
     with pytest.raises(TypeError, match="a prompt is a mapping of 'text'; allowed are 'prompt', 'prompt_token_ids' or 'input_ids'"):
         llm.generate([{"text": "Hi"}])
+    with pytest.raises(TypeError, match="a prompt is a mapping of 'prompt'; allowed are"):
+        llm.generate({"prompt": None})
 
 
 @pytest.mark.parametrize(("theirs", "ours"), setting_names.SAME_SETTING.items())

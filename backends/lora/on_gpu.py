@@ -15,7 +15,7 @@ from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.lora.kernels import expand_kernel, shrink_kernel
 from paged_attn.backends.lora.up_kernel import up_kernel
 from paged_attn.backends.machine import machine_of
-from paged_attn.backends.unit_stride import unit_last
+from paged_attn.backends.unit_stride import is_unit_last, unit_last
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PROGRAMS = 1024  # of the first kernel at least, so that few rows are read by enough of them
@@ -93,6 +93,7 @@ def lora_on_gpu(
     if y.dtype not in DTYPES or len({y.dtype, x.dtype, a.dtype, b.dtype}) != 1:
         return None
     given, result = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+    early = machine_of(y.device).early and is_unit_last(given) and is_unit_last(result)  # a copy may not have come when they are read
     given, result = unit_last(given), unit_last(result)
     (count, length), width, rank, parts = given.shape, result.shape[1], b.shape[2], len(rows)
     tiling = tiling or LoraTiling.of(count, rank, y.element_size(), machine_of(y.device).shared_bytes)
@@ -101,14 +102,14 @@ def lora_on_gpu(
     splits = _splits(products, min(triton.cdiv(length, tiling.columns), tiling.splits))
     inner = torch.empty((splits, count, parts * rank), dtype=torch.float32, device=y.device)
     out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    early, device = machine_of(y.device).early, device_index(y.device)
+    device = device_index(y.device)
     constants = {
         "RANK": rank, "PARTS": parts, "PRECISION": _precision(y.dtype), "EACH": tiling.each, "EARLY": early,
         "BLOCK_M": tiling.rows, "BLOCK_R": _block(rank),
     }  # fmt: skip
     options = {"num_warps": 4, "launch_pdl": early, "num_stages": stages_of(rank)}
     sizes = (length, width, given.stride(0), result.stride(0), a.stride(0), b.stride(0))
-    key = (y.dtype, tiling, splits, tuple(rows), rank, adapters, sizes)
+    key = (y.dtype, tiling, splits, tuple(rows), rank, adapters, early, sizes)
     first = (given, a, slots, inner, _arrived(y.device, a.data_ptr()), count, length, given.stride(0), a.stride(0))
     more = {"SPLITS": splits, "BLOCK_K": tiling.columns}
     _fast_shrink(key, (blocks, products // blocks * splits), first, {**constants, **more}, options, device)
@@ -131,8 +132,8 @@ def lora_up_on_gpu(
     if y.dtype not in DTYPES or y.dtype != b.dtype:
         return None
     result, (adapters, width, rank) = y.reshape(-1, y.shape[-1]), b.shape
-    result = unit_last(result)
-    count, early = len(result), machine_of(y.device).early
+    early = machine_of(y.device).early and is_unit_last(result)
+    result, count = unit_last(result), len(result)
     tiling = tiling or UpTiling.of(count)
     out = torch.empty((*y.shape[:-1], width), dtype=y.dtype, device=y.device)
     constants = {
@@ -140,7 +141,7 @@ def lora_up_on_gpu(
         "BLOCK_N": tiling.outputs, "TOGETHER": tiling.together,
         "BLOCK_K": min(_block(adapters * rank if tiling.together else rank), LONGEST_PRODUCT),
     }  # fmt: skip
-    key = (y.dtype, tiling, tuple(rows), adapters, rank, width, result.stride(0), b.stride(0))
+    key = (y.dtype, tiling, tuple(rows), adapters, rank, early, width, result.stride(0), b.stride(0))
     options, start = {"num_warps": 4, "launch_pdl": early, "num_stages": stages_of(rank)}, 0
     for part, outputs, second, third in _launches(rows, tiling.outputs):
         grid = (triton.cdiv(outputs, tiling.outputs), triton.cdiv(count, tiling.rows))

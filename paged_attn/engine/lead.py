@@ -20,9 +20,8 @@ from paged_attn.engine.token_events import TokenEvents
 from paged_attn.parallel.ranks import Ranks
 
 IDLE = datetime.timedelta(days=365)  # how long nobody may ask for anything
-_lines: WeakKeyDictionary[Any, Any] = (
-    WeakKeyDictionary()
-)  # of each group of ranks another one, of gloo; none is destroyed, since its name can not be used again
+# Of each group of ranks another one, of gloo; none is destroyed, since no second one could have its name.
+_lines: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 @contextmanager

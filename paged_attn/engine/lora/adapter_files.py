@@ -61,7 +61,7 @@ def read_adapter(source: Any, name: str) -> Adapter:
     if isinstance(source, Adapter):
         return source
     if isinstance(source, str | Path):
-        return _from_folder(Path(source))
+        return _from_folder(Path(source).expanduser())
     if isinstance(source, nn.Module) and hasattr(source, "peft_config"):
         return _from_model(source, name)
     raise TypeError(
