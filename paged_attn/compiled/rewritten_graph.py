@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.experts import ExpertsSpec
@@ -24,7 +25,7 @@ from paged_attn.compiled.experts_ahead import compile_graph_ahead
 from paged_attn.compiled.graph_inputs import GraphInputs
 from paged_attn.compiled.lora_graph import LoraGraph
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.compiled.steps_ahead import compile_steps_ahead
+from paged_attn.compiled.steps_ahead import RunsWith, compile_steps_ahead
 from paged_attn.hashing.code_files import traced_files
 from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.fx.model_facts import max_positions, model_device, model_dtype
@@ -95,7 +96,7 @@ class RewrittenGraph:
             return cls(gm, found, None, None, model, options, traced_files())
         compile_graph_ahead(found.gm.graph)
         if options.runs_with is not None and model is not None and model_device(model).type == "cuda" and has_triton():
-            compile_steps_ahead(found.gm.graph, found.specs, model_dtype(model), model_device(model), options.runs_with)
+            _compile_kernels(found.gm.graph, found.specs, model_dtype(model), model_device(model), options.runs_with)
         options = replace(options, runs_with=None)  # it holds modules
         split = split_graph(found.gm, split_ops())
         pieces = lora = None
@@ -132,3 +133,15 @@ def wants_inductor(options: CompileOptions, example_inputs: Sequence[Any]) -> bo
     if options.inductor is not None:
         return options.inductor
     return any(isinstance(value, Tensor) and value.is_cuda for value in example_inputs)
+
+
+def _compile_kernels(
+    graph: fx.Graph, layers: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, runs_with: RunsWith
+) -> None:
+    """Ahead of the first step, as far as steps run on fake tensors; what does not is compiled where it is launched, and takes longer."""
+    try:
+        compile_steps_ahead(graph, layers, dtype, device, runs_with)
+    except (UnsupportedOperatorException, DataDependentOutputException, DynamicOutputShapeException) as error:
+        logger.warning(
+            "kernels of this model are not compiled ahead, so that it starts later: a step does not run on fake tensors (%s)", error
+        )

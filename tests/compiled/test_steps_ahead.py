@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, UnsupportedOperatorException
 
 pytest.importorskip("triton")
 from paged_attn.attn_ops.errors import UnsupportedError
@@ -20,8 +23,8 @@ from paged_attn.backends.attention.latent.fresh import FreshPrompts
 from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.triton.backend import TritonBackend
 from paged_attn.check.runs.steps import lengths_of_steps
-from paged_attn.compiled import steps_ahead
-from paged_attn.compiled.steps_ahead import STEPS, compile_steps_ahead
+from paged_attn.compiled import rewritten_graph, steps_ahead
+from paged_attn.compiled.steps_ahead import STEPS, RunsWith, compile_steps_ahead
 from tests.backends.without_gpu import printed_by
 from tests.compiled.traced import steps_of, traced
 from tests.engine.model.dual_chunk_code import made
@@ -117,6 +120,18 @@ class NoFakes(ReferenceBackend):
 def test_the_other_one_meets_no_fake_tensors(model_type: str, more: dict[str, int], pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of latents that begins a prompt has decodes in a part of their own."""
     assert asked(build(model_type, **more), monkeypatch, lambda: hybrid_of(*(each() for each in pair)))
+
+
+@pytest.mark.parametrize("error", [UnsupportedOperatorException("an op of another package"), DataDependentOutputException(None)])
+def test_an_operation_without_a_form_for_fakes_costs_time_and_no_start(
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rewritten_graph, "compile_steps_ahead", Mock(side_effect=error))
+    rewritten_graph._compile_kernels(fx.Graph(), (), torch.float32, CPU, RunsWith("auto", 4, False))
+    assert "kernels of this model are not compiled ahead, so that it starts later" in caplog.text
+    monkeypatch.setattr(rewritten_graph, "compile_steps_ahead", Mock(side_effect=RuntimeError("another one")))
+    with pytest.raises(RuntimeError, match="another one"):
+        rewritten_graph._compile_kernels(fx.Graph(), (), torch.float32, CPU, RunsWith("auto", 4, False))
 
 
 def test_scans_are_compiled_whoever_attends(monkeypatch: pytest.MonkeyPatch) -> None:
