@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -106,6 +107,18 @@ def test_a_setting_that_is_something_else_here_says_what(name: str) -> None:
     with pytest.raises(ValueError, match="unknown engine setting") as raised:
         LLM(tiny(), **{name: 1})
     assert setting_names.OTHER_SETTING[name] in str(raised.value)
+
+
+@pytest.mark.parametrize("name", setting_names.OTHER_CALL)
+def test_a_keyword_of_another_engines_generate(llm: LLM, name: str) -> None:
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(TypeError, match=re.escape(setting_names.OTHER_CALL[name])):
+            call([4, 5, 6], **{name: None})
+
+
+def test_answers_lie_where_vllm_has_them(llm: LLM) -> None:
+    found = llm.generate([4, 5, 6], SamplingParams(max_tokens=3, n=2, temperature=1.0))
+    assert [each.outputs[0].token_ids for each in found] == tokens(found)
 
 
 @pytest.mark.parametrize("name", setting_names.OTHER_PARAM)

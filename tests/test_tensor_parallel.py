@@ -166,7 +166,7 @@ def test_the_first_rank_leads_and_the_others_do_as_it_does(seen: list[dict[str, 
     assert follower["leader"] == {} and leader["ended"] == follower["ended"]
     assert (leader["ended"]["left"], leader["ended"]["still cached"], leader["ended"]["closed"]) == (0, 0, True)
     assert leader["together"] == follower["together"] == expected("llama")[:2]
-    assert (leader["tried elsewhere"], follower["tried elsewhere"]) == (False, True)
+    assert (leader["skips trial"], follower["skips trial"]) == (False, True)
 
 
 def test_nothing_is_said_to_ranks_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:

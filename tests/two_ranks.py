@@ -289,7 +289,7 @@ def led() -> dict[str, Any]:
             if leads:
                 llm.close()
         ended["closed"] = llm.closed
-    return {"leader": result, "ended": ended, "together": together, "tried elsewhere": llm.engine.input_processor.guides.tried_elsewhere}
+    return {"leader": result, "ended": ended, "together": together, "skips trial": llm.engine.input_processor.guides.skips_trial}
 
 
 def cached_graphs(model: Any = None) -> dict[str, Any]:

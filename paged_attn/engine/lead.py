@@ -42,7 +42,7 @@ def first_rank_leads(llm: LLM) -> Iterator[bool]:
         raise ContextError("first_rank_leads needs a model that is sharded over ranks; this one is whole, use it as it is")
     line = _Line(ranks)
     if ranks.rank != 0:
-        engine.input_processor.guides.tried_elsewhere = True
+        engine.input_processor.guides.skips_trial = True
         while (order := line.hear()) is not None:
             name, arguments, keywords = order
             getattr(engine, name)(*arguments, **keywords)

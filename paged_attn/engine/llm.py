@@ -29,7 +29,7 @@ from paged_attn.engine.requests.pooling_params import PoolingParams
 from paged_attn.engine.requests.request import Completion, FinishReason, Request, TokenEvent
 from paged_attn.engine.runners.compilers import start_compilers
 from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
-from paged_attn.engine.setting_names import tells_names
+from paged_attn.engine.setting_names import OTHER_CALL, tells_names
 from paged_attn.progress import bar
 from paged_attn.progress import progress as showing
 
@@ -120,7 +120,7 @@ class LLM(PoolingCalls):
         for name, source in (loras or {}).items():
             self.load_lora(name, source)
 
-    @tells_names("LLM.generate", INTO_PARAMS)
+    @tells_names("LLM.generate", INTO_PARAMS | OTHER_CALL)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -230,7 +230,7 @@ class LLM(PoolingCalls):
         finally:
             self._drop(requests)
 
-    @tells_names("LLM.stream", INTO_PARAMS)
+    @tells_names("LLM.stream", INTO_PARAMS | OTHER_CALL)
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -80,6 +80,11 @@ OTHER_PARAM = {
 }
 
 
+OTHER_CALL = {
+    "use_tqdm": "progress=True or False says whether a bar is drawn",
+    "lora_request": "lora='name' chooses an adapter that LLM(..., loras={'name': folder}) has loaded",
+    "tokenizer": "an LLM has one tokenizer: LLM(model, tokenizer=...)",
+}
 OF_LLM = ("tokenizer", "dtype", "device", "revision", "trust_remote_code", "gguf_file", "quantization_config", "config", "progress")
 
 

@@ -283,6 +283,11 @@ class Completion:
     index: int = 0
     answer: int = 0
 
+    @property
+    def outputs(self) -> tuple[Completion]:
+        """Itself, for programs that read vLLM's results: `n` answers are `n` of these here, beside each other."""
+        return (self,)
+
     @classmethod
     def of(cls, request: Request) -> Completion:
         logprobs = None if request.params.logprobs is None else [_as_dict(token) for token in request.known]

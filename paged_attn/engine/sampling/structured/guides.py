@@ -92,7 +92,7 @@ class Guides:
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos_token_ids)
         self._vocabulary: _Vocabulary | None = None
         self._trials: GuideTrials | None = None
-        self.tried_elsewhere = False  # by the rank that leads: what took it less than a limit may take another one more
+        self.skips_trial = False  # by the rank that leads: what took it less than a limit may take another one more
         self._kept: OrderedDict[tuple[str, str], Guide] = OrderedDict()
         self._held: weakref.WeakValueDictionary[tuple[str, str], Guide] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()  # never for long: an engine's thread takes it
@@ -148,7 +148,7 @@ class Guides:
         tokens = self._vocabulary.tokens
         check_size(what, source)
         try:
-            nbytes = 0 if self.tried_elsewhere else self._trials.run(what, source).nbytes
+            nbytes = 0 if self.skips_trial else self._trials.run(what, source).nbytes
             matcher = _on_a_large_stack(lambda: read_matcher(tokens, what, source))
         except ValueError as error:
             raise ValueError(f"{what}: {error}; got {_shortened(source)}") from error
