@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.batch.batch import RequestColumns
+from paged_attn.attn_ops.batch.host_copy import copy_to_device
 from paged_attn.attn_ops.current_device import current_device, on_its_device
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.kv.layer_groups import group_layers
@@ -37,7 +38,7 @@ from paged_attn.engine.requests.pooling_params import PoolingParams
 from paged_attn.engine.requests.request import NO_SCORES, FinishReason, Request
 from paged_attn.engine.runners.model_watch import STEPS_BETWEEN, ModelWatch
 from paged_attn.engine.sampling.prompt_scores import PromptScores, score_rows
-from paged_attn.engine.sampling.sampler import Sampler, on_device
+from paged_attn.engine.sampling.sampler import Sampler
 from paged_attn.engine.sampling.sampler_output import SamplerOutput
 from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.scheduling.scheduler import Scheduler
@@ -410,7 +411,7 @@ class Engine:
 
     def _choose(self, output: StepOutput, layout: StepLayout) -> SamplerOutput:
         if layout.sample_rows is not None:
-            rows = on_device(layout.sample_rows.tolist(), output.logits.device)
+            rows = copy_to_device(layout.sample_rows, output.logits.device)
             output = StepOutput(output.logits.index_select(0, rows), None)
         chosen = self.sampler.choose(output.logits, layout.states, output.tail)
         if chosen.tokens is not output.tail:

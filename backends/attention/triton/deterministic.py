@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.backends.attention.triton.plan import attentions
+from paged_attn.backends.attention.triton.plan import attentions, widest_value
 from paged_attn.backends.attention.triton.tiling import tiling
-from paged_attn.backends.attention.triton.work_partition import PartitionKind, kept_rows, num_parts
-from paged_attn.backends.machine import Machine, power_of_2
+from paged_attn.backends.attention.triton.work_partition import PartitionKind, num_parts, partial_rows
+from paged_attn.backends.machine import Machine
 
 LONGEST = 131_072  # tokens of a request, where the model has no limit
 SHARE = 0.03  # of a GPU's memory; KV takes four fifths of what weights and graphs leave
@@ -20,8 +20,8 @@ LEAST_TOKENS = 256
 def workspace_bytes(specs: Sequence[AttentionSpec], dtype: torch.dtype, tokens: int, context: int, machine: Machine) -> int:
     """What `Plan.of` allocates for so many last tokens of one request of `context` tokens."""
     kinds = [PartitionKind.of(spec, "all", tiling("all", spec, dtype, tokens, context, context, machine)) for spec in specs]
-    rows = max((2 * num_parts(kind, (context,), (tokens,)) * kept_rows(kind) for kind in kinds), default=0)
-    return 4 * rows * (max((power_of_2(max(spec.v_head_dim, 16)) for spec in specs), default=0) + 2)
+    rows = max((partial_rows(kind, num_parts(kind, (context,), (tokens,))) for kind in kinds), default=0)
+    return 4 * rows * (widest_value(specs) + 2)
 
 
 def step_tokens(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -14,7 +15,7 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec, ChunkPart
 from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.triton.tiling import RowsKind, few_keys, shares_keys, tiling
-from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition, kept_rows
+from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition, partial_rows
 from paged_attn.backends.machine import machine_of, power_of_2
 
 
@@ -59,7 +60,7 @@ class Plan:
         shares = [
             WorkPartition.allocate(kind, batch, machine.multiprocessors, first if kind.rows == "together" else len(new)) for kind in indices
         ]
-        slots = max((2 * s.programs * kept_rows(s.kind) for s in shares), default=0)
+        slots = max((partial_rows(s.kind, s.programs) for s in shares), default=0)
         workspace = torch.empty(slots * (kinds_of_layers.v_dim + 2), dtype=torch.float32, device=batch.slots.device)
         by_layer = tuple({part: by_kind[kind] for part, kind in parts.items()} for parts in kinds_of_layers.by_layer)
         return cls(batch, pool, shares, by_layer, workspace[2 * slots :], workspace[: 2 * slots])
@@ -92,8 +93,13 @@ def layer_kinds(pool: KVPool) -> LayerKinds:
         )
         starts = [view(layer).storage_offset() for layer in range(len(by_layer)) for view in (pool.key, pool.value)]
         aligned = all(elements * pool.dtype.itemsize % 16 == 0 for elements in (*starts, pool.page_elements))
-        _known[pool] = LayerKinds(tuple(indices), by_layer, max((power_of_2(max(s.v_head_dim, 16)) for s in indices), default=0), aligned)
+        _known[pool] = LayerKinds(tuple(indices), by_layer, widest_value(indices), aligned)
     return _known[pool]
+
+
+def widest_value(specs: Iterable[AttentionSpec]) -> int:
+    """As a power of two; 0 without any."""
+    return max((power_of_2(max(spec.v_head_dim, 16)) for spec in specs), default=0)
 
 
 def attentions(spec: AttentionSpec) -> tuple[AttentionSpec, ...]:

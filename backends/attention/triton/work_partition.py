@@ -146,6 +146,11 @@ def kept_rows(kind: PartitionKind) -> int:
     return min(kind.tiling.block_m, power_of_2(kind.group)) if kind.rows == "one" else kind.tiling.block_m
 
 
+def partial_rows(kind: PartitionKind, programs: int) -> int:
+    """Rows of the workspace: of each program's first and last item."""
+    return 2 * programs * kept_rows(kind)
+
+
 def segments(kind: PartitionKind) -> int:
     """Columns of `ends`: what an item's requests share, what each has of its own, how many they are, and room up to a power of two."""
     return power_of_2(kind.members + 2)

@@ -66,8 +66,9 @@ def checked_model_path(path: str | Path, gguf_file: str | None = None) -> tuple[
     if not folder.is_dir():
         raise ValueError(f"no model at {name!r}: not a directory. {HINT}")
     needed = gguf_file or "config.json"
-    if not (folder / needed).is_file() and (folder / "adapter_config.json").is_file():
-        raise ValueError(f"no model at {name!r}: it holds an adapter; give its model, and loras={{'name': {name!r}}} (--lora name={name})")
     if not (folder / needed).is_file():
+        if (folder / "adapter_config.json").is_file():
+            ways = f"loras={{'name': {name!r}}} (--lora name={name})"
+            raise ValueError(f"no model at {name!r}: it holds an adapter; give its model, and {ways}")
         raise ValueError(f"no model at {name!r}: it has no {needed}. {HINT}")
     return str(folder), gguf_file

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paged_attn.attn_ops.batch.host_copy import copy_to_device
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.backends.devices import has_triton
@@ -68,7 +69,7 @@ class Sampler:
         wanted = {row: count for row, state in states.items() if (count := state.params.logprobs) is not None}
         logprobs = None
         if wanted:
-            rows = on_device(list(wanted), logits.device)
+            rows = copy_to_device(np.array(list(wanted), dtype=np.int64), logits.device)
             logprobs = logprobs_of(logits, wanted, rows, tokens.index_select(0, rows))
         self._last_rows = {state: row for row, state in states.items() if state.forbidden is not None and state.forbidden.words is not None}
         self._last = tokens if self._last_rows else None
@@ -250,13 +251,6 @@ def _processed(processor: LogitsProcessor, state: SamplingState, scores: Tensor)
             "processor(input_ids [1, T], scores [1, V]) -> scores [1, V]"
         )
     return result
-
-
-def on_device(rows: Sequence[int], device: torch.device) -> Tensor:
-    """Row numbers [N] int64, copied without waiting."""
-    packed = PackedInts((len(rows),), (), device)
-    packed.host[0][:] = rows
-    return packed.to_device()[0]
 
 
 def _check(logits: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paged_attn import LLM, UnsupportedError
 from paged_attn.engine.tracing.trace_model import only_device
-from tests.engine.tracing.test_multihead_attention import VOCAB, WIDTH, Multihead
+from tests.engine.tracing.multihead import VOCAB, WIDTH, Multihead
 from tests.tiny_models import build
 
 
