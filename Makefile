@@ -31,9 +31,9 @@ demo: $(VENV)/.base
 test: $(VENV)/.dev
 	PAGED_ATTN_TEST_SECONDS=300 $(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" --durations 10 $(ARGS)
 
-# The others: every type of model, every planted error, processes, Inductor.
+# The others: every type of model, every planted error, processes, Inductor. CI runs SHARE=1/2 or 2/2 of them (tests/share.py).
 test-slow: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile -m slow --durations 10 -rs $(ARGS)
+	PAGED_ATTN_TEST_SHARE=$(SHARE) $(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile -m slow --durations 10 -rs $(ARGS)
 
 test-all: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile --durations 10 -rs $(ARGS)

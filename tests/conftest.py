@@ -17,6 +17,7 @@ import torch
 from tests.order import sort_by_seconds
 from tests.overlap import ROOT, runs_both_ways, slow_in_overlap
 from tests.quick import function_and_case, slow_tests
+from tests.share import in_share
 
 _STARTED = time.perf_counter()
 torch.set_num_threads(1)
@@ -91,6 +92,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """`-m "not slow"` is `make test`: see tests/quick.py. `make overlap` runs what its variable changes: see tests/overlap.py."""
+    wanted = in_share(os.environ.get("PAGED_ATTN_TEST_SHARE", ""))
+    config.hook.pytest_deselected(items=[item for item in items if not wanted(item.nodeid)])
+    items[:] = [item for item in items if wanted(item.nodeid)]
     slow = slow_tests()
     if "PAGED_ATTN_TEST_OVERLAP" in os.environ:
         modules = {item: ".".join(item.path.relative_to(ROOT).with_suffix("").parts) for item in items}

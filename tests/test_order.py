@@ -1,10 +1,11 @@
-"""Files that take long start first, by seconds that were measured."""
+"""Files that take long start first, by seconds that were measured; CI runs a half of what takes long."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.order import SECONDS, known_seconds, longest_first, updated
+from tests.share import in_share
 from tests.test_quick import LOG, functions_that_are_gone
 
 
@@ -28,3 +29,16 @@ def test_a_log_replaces_what_it_measured_and_leaves_the_rest() -> None:
 
 def test_every_function_of_the_table_is_there() -> None:
     assert functions_that_are_gone(known_seconds()) == [], f"{SECONDS.name}: measure again"
+
+
+def test_shares_have_every_test_once() -> None:
+    nodes = [f"tests/a.py::test_long[{case}]" for case in range(100)]
+    halves = [list(filter(in_share(share), nodes)) for share in ("1/2", "2/2")]
+    assert sorted(halves[0] + halves[1]) == sorted(nodes) == sorted(filter(in_share(""), nodes))
+    assert min(map(len, halves)) > 30
+
+
+@pytest.mark.parametrize("share", ["0/2", "3/2", "half", "1/0", "1/2/3"])
+def test_no_share_is_refused(share: str) -> None:
+    with pytest.raises(ValueError, match=r"PAGED_ATTN_TEST_SHARE: got .*; allowed: k/n"):
+        in_share(share)

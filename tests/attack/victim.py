@@ -38,7 +38,7 @@ KEYS = ("truth", "flood", "bombs", "fuzz")
 PATIENCE = 60.0
 SETTINGS = ServerSettings(
     "demo", port=0, api_keys=KEYS, max_queue=24, max_requests_per_key=40, queue_seconds=1.5, request_seconds=40.0, max_body_mib=16.0,
-    max_bodies_mib=64.0, max_connections=96, header_seconds=1.5, body_seconds=3.0, write_seconds=3.0, drain_seconds=10.0,
+    max_bodies_mib=64.0, max_connections=96, header_seconds=1.5, body_seconds=5.0, write_seconds=5.0, drain_seconds=10.0,
     allow_origins=("https://chat.example",), log_requests=True,
 )  # fmt: skip
 

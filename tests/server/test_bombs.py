@@ -24,6 +24,7 @@ from paged_attn.server.http.errors import MAX_MESSAGE, ApiError
 from tests.engine.models import make_engine, oracle
 from tests.engine.sampling.test_guide_trials import objects, refs, rules
 from tests.server.serving import Running, chat_tokenizer, serving, wait_for
+from tests.timings import assert_in_time
 
 MIB = 1 << 20
 BODY: dict[str, Any] = {"prompt": [4, 5, 6], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
@@ -141,14 +142,18 @@ def test_a_bomb_is_refused_and_holds_up_nobody(bombed: Running, name: str) -> No
     path, content = BOMBS[name]
     post(bombed, "", json.dumps(BODY).encode())
     before = psutil.Process().memory_info().rss
-    with slowest_health(bombed) as slowest:
-        started = time.perf_counter()
-        reply = post(bombed, path, content)
-        taken = time.perf_counter() - started
-    assert reply.status_code == 400, reply.text[:300]
-    error = reply.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"} and len(reply.content) < MAX_MESSAGE + 400
-    assert taken < 3.0 and slowest[0] < 1.5, (taken, slowest)
+
+    def sent() -> tuple[float, float]:
+        with slowest_health(bombed) as slowest:
+            started = time.perf_counter()
+            reply = post(bombed, path, content)
+            taken = time.perf_counter() - started
+        assert reply.status_code == 400, reply.text[:300]
+        error = reply.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"} and len(reply.content) < MAX_MESSAGE + 400
+        return taken, slowest[0]
+
+    assert_in_time(sent, 3.0, 1.5)
     grown = psutil.Process().memory_info().rss - before
     assert grown < 160 * MIB, f"{grown / MIB:.0f} MiB more"
     assert post(bombed, "", json.dumps(BODY).encode()).json()["choices"][0]["token_ids"] == oracle([4, 5, 6], 4)

@@ -1,0 +1,25 @@
+"""A share of the tests: `PAGED_ATTN_TEST_SHARE=1/2` runs the first half, 2/2 the other one.
+
+`.ci/run` runs one half of the slow tests, chosen by the time of the commit: on the slowest machines that CI has had, all of them take it
+70 of its 90 minutes. `make test-slow` runs both. Which half a case is in depends on its name alone.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable
+
+
+def in_share(share: str) -> Callable[[str], bool]:
+    """Whether a node is in this share; an empty one has all.
+
+    Raises:
+        ValueError: it is not `k/n` with 1 <= k <= n.
+    """
+    if not share:
+        return lambda node: True
+    match = re.fullmatch(r"(\d+)/(\d+)", share)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ValueError(f"PAGED_ATTN_TEST_SHARE: got {share!r}; allowed: k/n with 1 <= k <= n, such as 1/2")
+    return lambda node: zlib.crc32(node.encode()) % int(match[2]) == int(match[1]) - 1
