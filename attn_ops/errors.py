@@ -6,7 +6,7 @@ import sys
 
 
 class UnsupportedError(ValueError):
-    """A model, layer, call or request that paged_attn can not run correctly, and therefore refuses to run."""
+    """A model, layer, call or request that paged_attn cannot run correctly, and therefore refuses to run."""
 
 
 class ContextError(RuntimeError):
@@ -14,7 +14,7 @@ class ContextError(RuntimeError):
 
 
 class CaptureError(RuntimeError):
-    """A graph that can not be captured, or whose replay would not compute what the model does."""
+    """A graph that cannot be captured, or whose replay would not compute what the model does."""
 
 
 def triton_errors() -> tuple[type[Exception], ...]:

@@ -19,7 +19,7 @@ def make_private_folder(folder: Path) -> None:
     """Make a folder, and those above it that are missing, for this user alone.
 
     Raises:
-        OSError: that can not be done.
+        OSError: that cannot be done.
     """
     for each in (*reversed(folder.parents), folder):
         if not each.exists():
@@ -38,7 +38,7 @@ def check_private_folder(folder: Path) -> None:
             info = each.stat()
         except FileNotFoundError:
             continue
-        is_sticky = each != folder and bool(info.st_mode & stat.S_ISVTX)  # who can write there can not replace what others have
+        is_sticky = each != folder and bool(info.st_mode & stat.S_ISVTX)  # who can write there cannot replace what others have
         if info.st_uid not in (os.geteuid(), 0):
             raise RefusedFileError(f"{each} belongs to user {_user(info.st_uid)}; only folders of {_user(os.geteuid())} or root are used")
         if info.st_mode & MAY_WRITE and not is_sticky and not _is_own_group(info):
@@ -54,7 +54,7 @@ def read_file(path: Path, most_bytes: int, *, is_private: bool = False) -> bytes
 
     Raises:
         RefusedFileError: it is no file, it is larger than `most_bytes`, or others can write it.
-        OSError: it can not be read.
+        OSError: it cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if is_private else 0))
     try:
@@ -72,7 +72,7 @@ def read_file(path: Path, most_bytes: int, *, is_private: bool = False) -> bytes
 
 
 def _is_own_group(info: os.stat_result) -> bool:
-    """Whether others than the owner can not write: the group has this user's name and no other members, as where each user has a group."""
+    """Whether others than the owner cannot write: the group has this user's name and no other members, as where each user has a group."""
     if info.st_mode & stat.S_IWOTH or info.st_uid != os.geteuid():
         return False
     try:

@@ -46,7 +46,7 @@ class Needs:
         architectures: of CUDA devices, 90 for SM90; empty means any.
         requirements: packages that are not always installed.
         note: what else a reader of tables should know.
-        blocked: why it can not run at all, however well the problem fits; empty if it can.
+        blocked: why it cannot run at all, however well the problem fits; empty if it can.
     """
 
     devices: frozenset[str]
@@ -62,7 +62,7 @@ class Needs:
 
 
 def wrong_device(needs: Needs, device: str, architecture: int | None) -> str:
-    """Why it can not run on a device, or an empty text."""
+    """Why it cannot run on a device, or an empty text."""
     if not needs.runs_on(device):
         return f"runs on {names_of(needs.devices) or 'no device'}, not on {device}"
     if needs.architectures and architecture not in needs.architectures:
@@ -71,7 +71,7 @@ def wrong_device(needs: Needs, device: str, architecture: int | None) -> str:
 
 
 def unmet_needs(needs: Needs, dtype: torch.dtype, device: str, architecture: int | None) -> list[str]:
-    """Every reason why it can not compute such rows there, packages apart; empty if it can."""
+    """Every reason why it cannot compute such rows there, packages apart; empty if it can."""
     reasons = list(filter(None, [wrong_device(needs, device, architecture), needs.blocked]))
     if dtype not in needs.dtypes:
         reasons.append(f"dtype {short_dtype(dtype)} is not among {names_of(map(short_dtype, needs.dtypes))}")

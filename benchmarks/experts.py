@@ -162,7 +162,7 @@ def compile_each(name: str, own: list[tuple[bool, str, Any]]) -> None:
 
 
 def beside(name: str, layer: Layer, given: Sequence[tuple[Any, ...]]) -> tuple[list[Run], Gating] | str:
-    """A backend's runs and the gate that it ran with, or why it can not run: the same weights are read with up before gate, if it must."""
+    """A backend's runs and the gate that it ran with, or why it cannot run: the same weights are read with up before gate, if it must."""
     shape = layer.shape
     for gating in (shape.gating, dataclasses.replace(shape.gating, up_first=True)):
         spec = ExpertsSpec(shape.experts, shape.hidden, shape.width, gating, shape.has_bias)

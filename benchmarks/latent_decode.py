@@ -86,7 +86,7 @@ class Step:
         """Its attention of one layer, planned for this step as for a captured graph.
 
         Raises:
-            ImportError, UnsupportedError: it can not be loaded, or not run these sizes.
+            ImportError, UnsupportedError: it cannot be loaded, or not run these sizes.
         """
         count = len(self.lengths)
         planned = backend.for_graph(count, count * self.batch.page_table.shape[1])

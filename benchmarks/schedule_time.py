@@ -44,7 +44,7 @@ def step(scheduler: Scheduler) -> tuple[float, int]:
 
 
 def measure(running: int, waiting: int, steps: int, policy: str) -> list[float]:
-    """Of each step in which `running` requests decode and `waiting` ones can not run, microseconds."""
+    """Of each step in which `running` requests decode and `waiting` ones cannot run, microseconds."""
     rng = random.Random(0)
     pages = running * (PROMPT + steps + 64) // 16 + 1000
     scheduler = Scheduler(EngineConfig(policy=policy, max_requests=running, max_batch_tokens=16384), KVManager(pages, 16, True))

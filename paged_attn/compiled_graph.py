@@ -30,7 +30,7 @@ class CompiledGraph(RewrittenGraph):
     """Callable with the graph's flat inputs, as Dynamo calls it.
 
     Outside any forward context it runs the graph as it was traced, so that the compiled model is a drop-in. Under a context it
-    runs the rewritten graph, once the self-check has passed; if this call form can not be paged, it says why.
+    runs the rewritten graph, once the self-check has passed; if this call form cannot be paged, it says why.
     """
 
     def __post_init__(self, traced_from: nn.Module | None) -> None:
@@ -59,7 +59,7 @@ class CompiledGraph(RewrittenGraph):
         """Run the rewritten graph for the context's batch.
 
         Raises:
-            UnsupportedError: this call form can not be paged, or the self-check failed; or autocast is on.
+            UnsupportedError: this call form cannot be paged, or the self-check failed; or autocast is on.
             ContextError: the inputs, the pool or the states do not belong to this batch and model.
         """
         if autocasts():
@@ -71,7 +71,7 @@ class CompiledGraph(RewrittenGraph):
         self._check_states(context)
         if self._run_paged is None:
             raise UnsupportedError(
-                f"a forward context is active, but this call of the model can not run a paged batch: {self.rewrite.not_paged}."
+                f"a forward context is active, but this call of the model cannot run a paged batch: {self.rewrite.not_paged}."
                 + (" Call compiled(**batch.model_inputs()) inside the context." if "input_ids" in self.roles else "")
             )
         self._check_call(context, args)

@@ -28,7 +28,7 @@ def paged_attn(
 
     Raises:
         ValueError: an unknown option or a mode; TypeError: an option of the wrong type.
-        UnsupportedError: an attention that can not be proved (Dynamo wraps it in BackendCompilerFailed).
+        UnsupportedError: an attention that cannot be proved (Dynamo wraps it in BackendCompilerFailed).
     """
     parsed = CompileOptions.parse(options)
     if mode not in (None, "default"):

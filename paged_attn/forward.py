@@ -29,7 +29,7 @@ def forward_context(
 
     Raises:
         ValueError: an unknown backend name; or `deterministic` with an object that was not made so.
-        UnsupportedError: the backend can not run some layer; the message says why.
+        UnsupportedError: the backend cannot run some layer; the message says why.
         ContextError: batch and pool disagree, or a request has a page that the pool lacks; or, on use, the context is entered twice or
             left out of order, or nothing ran on pages in it.
     """

@@ -1,4 +1,4 @@
-"""Texts that can not be written in UTF-8, which JSON and Python can hold."""
+"""Texts that cannot be written in UTF-8, which JSON and Python can hold."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ OPTIONAL = (
 
 
 def check_disabled(names: tuple[str, ...]) -> None:
-    """Raises ValueError for a pass that can not be switched off."""
+    """Raises ValueError for a pass that cannot be switched off."""
     if unknown := [name for name in names if name not in OPTIONAL]:
         allowed = f"those that can be switched off are {', '.join(OPTIONAL)}; `paged-attn passes` lists all"
         raise ValueError(f"disable_passes has {', '.join(map(repr, unknown))}; {allowed}")

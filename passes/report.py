@@ -61,7 +61,7 @@ class Rewrite:
     num_real: int = 0  # operations on complex numbers that are done in real ones
     num_float32: int = 0  # products in float32 that take tensors in 16 bits as they are
     num_scans: int = 0  # ops on slots of recurrent state
-    max_positions: int | None = None  # as far as the graph shows; a longer sequence can not run
+    max_positions: int | None = None  # as far as the graph shows; a longer sequence cannot run
     evaluated: tuple[int, ...] = ()  # the inputs on whose values the proofs rest
     traced: dict[str, str] = field(default_factory=dict)  # nodes that stand for the same value in the traced graph, by their names in both
     modules: dict[str, str] = field(default_factory=dict)  # of a graph from disk: the modules of nodes of the traced graph
@@ -104,7 +104,7 @@ class GraphPass:
     Attributes:
         name: by which it is listed, timed, dumped and switched off.
         what: it does, in a line.
-        run: changes the graph in place and says in words what it did; raises UnsupportedError or CallNotPaged if it can not.
+        run: changes the graph in place and says in words what it did; raises UnsupportedError or CallNotPaged if it cannot.
     """
 
     name: str

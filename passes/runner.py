@@ -38,7 +38,7 @@ def rewrite(
         choose_experts: see `Facts`.
 
     Raises:
-        UnsupportedError: the model has an attention that can not be proved or replaced; the message names it.
+        UnsupportedError: the model has an attention that cannot be proved or replaced; the message names it.
     """
     form = find_call_form(gm.graph, limited)
     result = Rewrite(form, not_paged=form.reason, nodes_before=len(gm.graph.nodes))

@@ -48,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, float
 def test_every_block_runs(page: str, runs: dict[str, tuple[str, float]]) -> None:
     failed, _ = runs[page]
     if failed:
-        pytest.fail(f"{failed}\nWhat can not run here begins with ```python {pages.NO_RUN}", pytrace=False)
+        pytest.fail(f"{failed}\nWhat cannot run here begins with ```python {pages.NO_RUN}", pytrace=False)
 
 
 @pytest.mark.parametrize("page", PAGES)

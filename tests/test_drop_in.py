@@ -194,7 +194,7 @@ def test_an_unproved_mask_raises_and_is_drawn(dynamic: bool) -> None:
     positions = ids.clone()
     for tensor in (ids, positions) if dynamic else ():
         torch._dynamo.mark_dynamic(tensor, 1)
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"can not be proved.*\n#\.\.") as raised:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"cannot be proved.*\n#\.\.") as raised:
         compiled(input_ids=ids, position_ids=positions)
     assert isinstance(raised.value.inner_exception, UnsupportedError)
 

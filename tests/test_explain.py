@@ -136,14 +136,14 @@ class Backwards(OneLayer):
 
 def test_a_call_that_can_not_be_paged_is_refused_with_its_reason_and_still_explained() -> None:
     compiled = torch.compile(Backwards(stripes=False), backend="paged_attn")
-    with pytest.raises(UnsupportedError, match=r"Backwards can not run paged batches: .* is made from the number of tokens"):
+    with pytest.raises(UnsupportedError, match=r"Backwards cannot run paged batches: .* is made from the number of tokens"):
         attention_layers(compiled)
     text = explain(compiled)
     assert "nothing was rewritten" in text and "made from the number of tokens" in text and "none is needed" in text
 
 
 def test_a_mask_that_can_not_be_proved_is_refused_as_it_is() -> None:
-    with pytest.raises(UnsupportedError, match="can not be proved"):
+    with pytest.raises(UnsupportedError, match="cannot be proved"):
         attention_layers(torch.compile(OneLayer(stripes=True), backend="paged_attn"))
 
 

@@ -1,4 +1,4 @@
-"""What `make overlap` leaves out can not depend on its variable."""
+"""What `make overlap` leaves out cannot depend on its variable."""
 
 from __future__ import annotations
 

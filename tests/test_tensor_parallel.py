@@ -193,7 +193,7 @@ class Someone:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"params": SamplingParams(logits_processors=[lambda ids, scores: scores])}, "can not be pickled: .*lambda"),
+        ({"params": SamplingParams(logits_processors=[lambda ids, scores: scores])}, "cannot be pickled: .*lambda"),
         ({"namespace": Someone()}, "its namespace is .*, which is another one there"),
         ({"tenant": Someone()}, "its tenant is"),
     ],
@@ -229,7 +229,7 @@ def test_ranks_that_do_different_things_are_stopped(seen: list[dict[str, Any]], 
 @pytest.mark.parametrize(
     "what, words",
     [
-        ("cut heads", "k_proj has 1 heads of 8, which 2 ranks can not share"),
+        ("cut heads", "k_proj has 1 heads of 8, which 2 ranks cannot share"),
         ("logits in slices", "lm_head leaves each rank with a slice of the logits"),
         ("unknown style", "model.norm (LlamaRMSNorm) has the parallel style 'sequence_parallel'"),
         ("other sharding", "fsdp_size=2"),

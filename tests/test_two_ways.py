@@ -36,7 +36,7 @@ FROM_THE_ZOO = (
     "gemma2", "gpt_oss", "gemma3n_text", "exaone4", "jetmoe", "gpt_bigcode",
 )  # fmt: skip
 NO_INTERFACE = "does not let its attention be replaced through transformers' AttentionInterface"
-SLICED = "of its attention mask after building it, which paged_attn.patch can not follow"
+SLICED = "of its attention mask after building it, which paged_attn.patch cannot follow"
 TWICE = "attends more than once in one forward, and paged_attn.patch keeps one KV for each layer"
 REFUSED_BY_THE_HOOK = {
     "falcon": NO_INTERFACE,

@@ -32,7 +32,7 @@ class KVPool:
         parts: of each group, a pool of its layers alone, counted from 0, in the same memory.
 
     Raises:
-        ValueError: fewer than two pages, a page size below 1, or a layer that shares KV it can not read.
+        ValueError: fewer than two pages, a page size below 1, or a layer that shares KV it cannot read.
     """
 
     def __init__(

@@ -2,7 +2,9 @@
 
 After SGLang's RadixAttention (arXiv:2312.07104), with whole pages as the unit of sharing. A request uses it as:
 
-    match -> lock(match.node) -> allocate the rest -> run -> insert -> free duplicates -> unlock
+    match -> lock(match.node) -> allocate the rest -> run -> extend(match.node) -> free duplicates -> unlock
+
+or `insert` where nothing was matched.
 
 Lock a match before anything that may evict: until then its pages can be freed under it.
 """
@@ -44,7 +46,7 @@ class Inserted(NamedTuple):
 class RadixCache:
     """Maps page-aligned token prefixes to pages. Not thread-safe: one scheduler owns it.
 
-    Namespaces (adapter, salt, tenant) share nothing but the pages' allocator and the eviction order.
+    Namespaces share nothing but the pages' allocator and the eviction order. There are no hashes of blocks: edges are token ids.
 
     Args:
         allocator: owns the pages; evicted ones are returned to it. Gives the page size.

@@ -28,7 +28,7 @@ class OpKind:
     """What may be done with a graph that calls an op.
 
     Attributes:
-        splits: it runs between pieces, since it reads the forward context or can not be captured.
+        splits: it runs between pieces, since it reads the forward context or cannot be captured.
         in_full_graphs: it neither waits for the GPU nor takes a shape from data, so that it may be captured with a whole decode step.
         on_disk: its arguments mean the same in every process, so that the graph cache may keep its graph. Indices of Python objects do not,
             but for those of recurrent layers, which are found in each process and are part of the name that a graph is kept under.

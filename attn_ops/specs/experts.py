@@ -52,7 +52,7 @@ class Gating:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """As the op takes it: one by one, since Dynamo of torch 2.11 can not go through `astuple` on Python 3.11."""
+        """As the op takes it: one by one, since Dynamo of torch 2.11 cannot go through `astuple` on Python 3.11."""
         return (
             self.activation, self.gated, self.interleaved, self.limit, self.alpha, self.gate_softcap, self.up_softcap, self.up_first,
         )  # fmt: skip

@@ -70,7 +70,7 @@ class AttentionBackend(ABC):
         return self.compiles_ahead
 
     def while_compiling_ahead(self) -> Backend:
-        """What runs such steps on fake tensors: this one, or what is left of it without kernels that fake tensors can not be given."""
+        """What runs such steps on fake tensors: this one, or what is left of it without kernels that fake tensors cannot be given."""
         return self
 
     @abstractmethod

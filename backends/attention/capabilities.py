@@ -154,7 +154,7 @@ class Problem:
 
 
 def unmet(capabilities: Capabilities, problem: Problem) -> list[str]:
-    """Every reason why a backend with these capabilities can not run this problem, each with the value; empty if it can.
+    """Every reason why a backend with these capabilities cannot run this problem, each with the value; empty if it can.
 
     Packages are not looked at: see `packages.unmet_requirement`.
     """

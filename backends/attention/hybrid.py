@@ -102,7 +102,7 @@ def hybrid_of(prefill: AttentionBackend, decode: AttentionBackend) -> HybridBack
     """
     for child, role, phases in ((prefill, "prefill", EXTEND), (decode, "decode", DECODE)):
         if missing := phases - child.capabilities.phases:
-            raise UnsupportedError(f"{child.name} can not serve {role}: its capabilities lack {', '.join(sorted(missing))}")
+            raise UnsupportedError(f"{child.name} cannot serve {role}: its capabilities lack {', '.join(sorted(missing))}")
 
     class Hybrid(HybridBackend):
         name = f"{prefill.name},{decode.name}"

@@ -31,7 +31,7 @@ class UnsupportedBackend(AttentionBackend):
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         devices = ", ".join(sorted(self.capabilities.devices))
-        raise UnsupportedError(f"attention backend {self.name!r} (for {devices}) is known but can not run: {self.capabilities.blocked}")
+        raise UnsupportedError(f"attention backend {self.name!r} (for {devices}) is known but cannot run: {self.capabilities.blocked}")
 
     __init__ = plan = write_kv = forward_extend = forward_decode = _refuse
 

@@ -51,7 +51,7 @@ class ExpertsBackend(ABC):
     needs: ClassVar[Needs]
 
     def unmet(self, problem: ExpertsProblem) -> list[str]:
-        """Every reason why it can not run this layer, packages apart; empty if it can."""
+        """Every reason why it cannot run this layer, packages apart; empty if it can."""
         return unmet_needs(self.needs, problem.dtype, problem.device, problem.architecture)
 
     @abstractmethod

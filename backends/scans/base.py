@@ -42,7 +42,7 @@ class ScansBackend(ABC):
     compiles_ahead: ClassVar[bool] = False  # all that its kernels launch goes through `backends.compile_ahead`
 
     def unmet(self, problem: ScanProblem) -> list[str]:
-        """Every reason why it can not compute this op, packages apart; empty if it can."""
+        """Every reason why it cannot compute this op, packages apart; empty if it can."""
         reasons = unmet_needs(self.needs, problem.dtype, problem.device, problem.architecture)
         if problem.op not in self.ops:
             reasons.append(f"computes {names_of(self.ops)}")

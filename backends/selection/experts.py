@@ -39,7 +39,7 @@ def select_experts(name: str, problem: ExpertsProblem) -> ExpertsSelection:
 
     Raises:
         ValueError: an unknown name.
-        UnsupportedError: the named one, or every one, can not run the layer; the message holds every reason.
+        UnsupportedError: the named one, or every one, cannot run the layer; the message holds every reason.
     """
     if name != "auto":
         if reasons := reasons_against(name, problem):

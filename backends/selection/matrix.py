@@ -65,9 +65,9 @@ class MatrixRow:
 
     @classmethod
     def missing(cls, name: str, error: ImportError) -> MatrixRow:
-        """Of a third party's backend whose module can not be imported."""
+        """Of a third party's backend whose module cannot be imported."""
         unknown = {each.name: "" for each in fields(cls)}
-        return cls(**unknown | {"backend": name, "here": f"no: its module can not be imported: {error}"})
+        return cls(**unknown | {"backend": name, "here": f"no: its module cannot be imported: {error}"})
 
     @property
     def cells(self) -> list[str]:

@@ -50,14 +50,14 @@ def register_backend(name: str, cls: type[AttentionBackend]) -> None:
         ValueError: the class calls itself otherwise; the name is empty or means something else; a package or this project has it.
     """
     if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
-        raise TypeError(f"{cls!r} can not be registered as {name!r}; allowed is a class derived from AttentionBackend")
+        raise TypeError(f"{cls!r} cannot be registered as {name!r}; allowed is a class derived from AttentionBackend")
     missing = sorted(getattr(cls, "__abstractmethods__", ())) + [each for each in ("name", "capabilities") if not hasattr(cls, each)]
     if missing:
-        raise TypeError(f"{cls.__qualname__} can not be registered as {name!r}; it lacks {', '.join(missing)}")
+        raise TypeError(f"{cls.__qualname__} cannot be registered as {name!r}; it lacks {', '.join(missing)}")
     if cls.name != name:
-        raise ValueError(f"{cls.__qualname__} can not be registered as {name!r}; its own name, which reports show, is {cls.name!r}")
+        raise ValueError(f"{cls.__qualname__} cannot be registered as {name!r}; its own name, which reports show, is {cls.name!r}")
     if name in ("", "auto") or "," in name or name != name.strip():
-        raise ValueError(f"an attention backend can not be called {name!r}; 'auto', a comma, and spaces around a name mean something else")
+        raise ValueError(f"an attention backend cannot be called {name!r}; 'auto', a comma, and spaces around a name mean something else")
     if name in _entry_points():
         raise ValueError(f"there is an attention backend {name!r}: {_entry_points()[name].value}; choose another name")
     _of_this_process[name] = cls
@@ -105,7 +105,7 @@ def backend_class(name: str) -> type[AttentionBackend]:
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.
-        ImportError: its module can not be imported.
+        ImportError: its module cannot be imported.
     """
     if name in _of_this_process:
         return _of_this_process[name]

@@ -54,7 +54,7 @@ class Requirements:
         try:
             capabilities = backend_class(name).capabilities
         except ImportError as error:
-            return [f"its module can not be imported: {error}"]
+            return [f"its module cannot be imported: {error}"]
         return reasons_against(capabilities, [replace(problem, phases=phases) for problem in self.problems])
 
     def fitting(self) -> list[str]:

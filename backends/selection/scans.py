@@ -40,12 +40,12 @@ def select_scan(name: str, problem: ScanProblem) -> ScanSelection:
 
     Raises:
         ValueError: an unknown name.
-        UnsupportedError: the named one knows the op, and can not compute this one; the message holds every reason.
+        UnsupportedError: the named one knows the op, and cannot compute this one; the message holds every reason.
     """
     asked = name != "auto" and problem.op in scans_backend(name).ops
     if asked and (reasons := reasons_against(name, problem)):
         raise UnsupportedError(
-            f"scans_backend={name!r} can not compute {problem.describe()}: {'; '.join(reasons)}. Try scans_backend='auto'."
+            f"scans_backend={name!r} cannot compute {problem.describe()}: {'; '.join(reasons)}. Try scans_backend='auto'."
         )
     first = next(each for each in ORDER if not reasons_against(each, problem))
     taken = name if asked else first

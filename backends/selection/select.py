@@ -30,7 +30,7 @@ class Selection:
     rejected: dict[str, str]
 
     def describe(self) -> str:
-        """One line; names with the same reason stand together, and backends that this project can not run anywhere are left out."""
+        """One line; names with the same reason stand together, and backends that this project cannot run anywhere are left out."""
         groups: dict[str, list[str]] = {}
         for name, why in self.rejected.items():
             if name not in UNSUPPORTED:
@@ -57,7 +57,7 @@ def select(
 
     Raises:
         ValueError: `name` is not of that form, or not registered.
-        UnsupportedError: the named backend, or every one, can not run some layer; the message holds every reason.
+        UnsupportedError: the named backend, or every one, cannot run some layer; the message holds every reason.
     """
     required = Requirements.of(layers, dtype, kv_dtype, page_size, device, deterministic=deterministic)
     selection = _automatic(required) if name == "auto" else _by_name(required, name)
@@ -167,13 +167,13 @@ def split_name(name: str) -> list[str]:
 
 
 def _made(names: Sequence[str], deterministic: bool) -> tuple[list[AttentionBackend], dict[str, str]]:
-    """The backends, and why some can not be made: a package that is installed, but not for this machine (an ABI, a driver, a library)."""
+    """The backends, and why some cannot be made: a package that is installed, but not for this machine (an ABI, a driver, a library)."""
     made, failed = list[AttentionBackend](), dict[str, str]()
     for name in names:
         try:
             made.append(backend_class(name)(deterministic=deterministic))
         except (ImportError, OSError) as error:
-            failed[name] = f"it fits, but can not be loaded: {error}"
+            failed[name] = f"it fits, but cannot be loaded: {error}"
     return made, failed
 
 

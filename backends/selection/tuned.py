@@ -101,7 +101,7 @@ def read_entries(path: Path, device_name: str) -> list[Entry]:
     """Entries of a file; none if there is no file or it is of another device.
 
     Raises:
-        UnsupportedError: the file can not be read, or is no file of `paged-attn tune`.
+        UnsupportedError: the file cannot be read, or is no file of `paged-attn tune`.
     """
     if not path.exists():
         return []
@@ -112,13 +112,13 @@ def read_entries(path: Path, device_name: str) -> list[Entry]:
         return [Entry.from_json(entry) for entry in data["entries"]] if data["device"] == device_name else []
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnsupportedError(
-            f"{path} can not be read as measurements of attention backends ({type(error).__name__}: {error}); "
+            f"{path} cannot be read as measurements of attention backends ({type(error).__name__}: {error}); "
             f"delete it, run `paged-attn tune` again, or set {VARIABLE}=none"
         ) from error
 
 
 def write_entry(path: Path, device_name: str, entry: Entry) -> None:
-    """Add an entry to a file, in place of one for the same kind; a file of another device, or one that can not be read, is written over."""
+    """Add an entry to a file, in place of one for the same kind; a file of another device, or one that cannot be read, is written over."""
     try:
         kept = [other for other in read_entries(path, device_name) if other.kind != entry.kind]
     except UnsupportedError as error:

@@ -30,7 +30,7 @@ class Turn:
         """The function must have run before. With `graphed`, it is captured as a CUDA graph.
 
         Raises:
-            RuntimeError: it can not be captured.
+            RuntimeError: it cannot be captured.
         """
         once = _milliseconds(function, device)
         passes = max(1, min(MOST_PASSES, math.ceil(SAMPLE_MS / once)))

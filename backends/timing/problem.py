@@ -1,4 +1,4 @@
-"""A problem to time, and the bytes and operations that it can not do without."""
+"""A problem to time, and the bytes and operations that it cannot do without."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class TimedProblem:
         wrong = [r for r in self.requests if r[0] < decode or r[1] < 1 or (decode and r[1] > 1)]
         if self.kind not in ("decode", "prefill") or not self.requests or wrong:
             raise ValueError(
-                f"a timed problem of kind {self.kind!r} has {len(self.requests)} requests, of which (cached, new) {wrong[:3]} can not be; "
+                f"a timed problem of kind {self.kind!r} has {len(self.requests)} requests, of which (cached, new) {wrong[:3]} cannot be; "
                 "allowed are 'decode' with at least one cached and one new token each, and 'prefill' with at least one new token each"
             )
         fewest = min(cached for cached, _ in self.requests)
         if self.shared % self.page_size or not 0 <= self.shared <= fewest:
             raise ValueError(
-                f"{self.shared} tokens can not be shared by requests of {fewest} cached tokens or more; allowed are multiples of the "
+                f"{self.shared} tokens cannot be shared by requests of {fewest} cached tokens or more; allowed are multiples of the "
                 f"page size, {self.page_size}, that all have cached"
             )
 

@@ -23,7 +23,7 @@ logger = logging.getLogger("paged_attn")
 
 VARIABLE = "PAGED_ATTN_CACHE"
 MOST_BYTES = 1 << 30
-# What torch's loader raises for something that it did not write or can not use; an assertion is its usual check.
+# What torch's loader raises for something that it did not write or cannot use; an assertion is its usual check.
 _UNUSABLE = (
     OSError, AssertionError, RuntimeError, ImportError, AttributeError, KeyError, TypeError, ValueError, EOFError, pickle.UnpicklingError,
 )  # fmt: skip
@@ -86,7 +86,7 @@ class ArtifactCache:
         return None if folder is None else cls(folder)
 
     def load(self, key: str) -> Compiled | None:
-        """The entry, or None if there is none or, with a warning, if it can not be used."""
+        """The entry, or None if there is none or, with a warning, if it cannot be used."""
         path = self.folder / f"{key}.piece"
         if not path.exists():
             return None
@@ -100,7 +100,7 @@ class ArtifactCache:
             reason = str(damage)
         except _UNUSABLE as error:
             reason = f"{type(error).__name__}: {error}"
-        logger.warning("the compiled piece %s can not be used: %s. It is compiled anew.", path, reason)
+        logger.warning("the compiled piece %s cannot be used: %s. It is compiled anew.", path, reason)
         return None
 
     def save(self, key: str, artifact: Artifact, guards: str) -> bool:
@@ -117,8 +117,8 @@ class ArtifactCache:
                 os.replace(entry, self.folder / f"{key}.piece")  # whole or not at all, whoever else writes it now
         except OSError as error:
             logger.warning("a compiled piece is not kept in %s: %s. Set %s to another folder, or to none.", self.folder, error, VARIABLE)
-        except (RuntimeError, AssertionError) as error:  # torch: something in the piece can not be serialised, or its caches are off
-            logger.info("a compiled piece is not kept for the next process: torch can not save it: %s", error)
+        except (RuntimeError, AssertionError) as error:  # torch: something in the piece cannot be serialised, or its caches are off
+            logger.info("a compiled piece is not kept for the next process: torch cannot save it: %s", error)
         else:
             return True
         return False

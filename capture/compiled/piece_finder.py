@@ -28,7 +28,7 @@ class Piece:
         gm: returns a tuple.
         single: the piece itself returned its only element.
         inputs: fake tensors, symbolic sizes and numbers.
-        fingerprint: None if it can not be compared with others.
+        fingerprint: None if it cannot be compared with others.
     """
 
     name: str

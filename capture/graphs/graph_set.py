@@ -19,7 +19,7 @@ from paged_attn.capture.graphs.segments import OpNotRecorded, Segments, may_brea
 logger = logging.getLogger("paged_attn")
 Mode = Literal["full", "piecewise"]
 MIB = 2**20
-IN_ANOTHER_PROCESS = "another process that runs this model can not capture it or has no room for it"
+IN_ANOTHER_PROCESS = "another process that runs this model cannot capture it or has no room for it"
 
 
 class _InAnotherProcess(Exception):
@@ -72,7 +72,7 @@ Prepare = Callable[[GraphKey], AbstractContextManager[CaptureSpec]]
 class GraphSet:
     """Captures shapes into one recorder, under a budget.
 
-    A shape that can not be captured is left out with its reason, which `refused` keeps; with `strict` that raises.
+    A shape that cannot be captured is left out with its reason, which `refused` keeps; with `strict` that raises.
     `unsafe` are ops that were found not to be recordable, and why: they run between the graphs.
     `agree` is asked, with what this process found, before each run of a shape, after it, and whether the shape is kept: processes that
     run a model together must capture the same shapes, as each recording is a run of all of them.
@@ -91,7 +91,7 @@ class GraphSet:
         """Capture shapes in the order given, and yield each when it has been dealt with.
 
         Raises:
-            CaptureError: with `strict`, for the first shape that can not be captured or does not fit the budget.
+            CaptureError: with `strict`, for the first shape that cannot be captured or does not fit the budget.
         """
         gc.collect()  # once: what lies in cycles must not be counted as a graph's, and a collection takes long
         before = self.recorder.bytes_in_use()
@@ -133,10 +133,10 @@ class GraphSet:
         return after
 
     def _record(self, key: GraphKey, prepare: Prepare, mark: int) -> tuple[Segments, Any]:
-        """An op that can not be recorded, and need not be, stays between the graphs from then on, and all processes record anew.
+        """An op that cannot be recorded, and need not be, stays between the graphs from then on, and all processes record anew.
 
         Raises:
-            _InAnotherProcess: one of them can not go on.
+            _InAnotherProcess: one of them cannot go on.
         """
         while True:
             recorded: tuple[Segments, Any] | None = None
@@ -150,7 +150,7 @@ class GraphSet:
                 if not may_break(error.op):
                     raise
                 self.unsafe[error.op] = first_line(error.__cause__ or error)
-                logger.info("%s can not be captured and runs between the graphs: %s", error.op, self.unsafe[error.op])
+                logger.info("%s cannot be captured and runs between the graphs: %s", error.op, self.unsafe[error.op])
             self._all_go_on()
             if self.agree(recorded is not None):
                 assert recorded is not None
@@ -169,7 +169,7 @@ class GraphSet:
     def _refuse(self, key: GraphKey, reason: str, error: BaseException | None = None) -> None:
         if self.strict:
             raise CaptureError(
-                f"the graph {key} can not be captured: {reason}. Without graph_strict this shape would run uncaptured"
+                f"the graph {key} cannot be captured: {reason}. Without graph_strict this shape would run uncaptured"
             ) from error
         self.refused[key] = reason
         logger.warning("graph %s is not captured: %s", key, reason)
@@ -187,5 +187,5 @@ class GraphSet:
 
 
 def _no_graph() -> tuple[type[Exception], ...]:
-    """What says of one shape that it can not be captured: CUDA, a plan of a backend, or a kernel that has no room."""
+    """What says of one shape that it cannot be captured: CUDA, a plan of a backend, or a kernel that has no room."""
     return (RuntimeError, UnsupportedError, *triton_errors())

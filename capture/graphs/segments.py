@@ -38,10 +38,10 @@ class Segments:
 
 
 class OpNotRecorded(RuntimeError):
-    """An op that can not be recorded, such as one that waits for the device."""
+    """An op that cannot be recorded, such as one that waits for the device."""
 
     def __init__(self, op: Any, reason: RuntimeError) -> None:
-        super().__init__(f"{op} can not be recorded: {reason}")
+        super().__init__(f"{op} cannot be recorded: {reason}")
         self.op = op
 
 

@@ -25,11 +25,11 @@ _TORCH_OPS = ("aten", "prim", "prims", "_c10d_functional")
 
 
 class Indescribable(Exception):
-    """A piece holds something whose meaning a text can not carry."""
+    """A piece holds something whose meaning a text cannot carry."""
 
 
 def fingerprint(piece: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
-    """A hash of the nodes (op, target, arguments; other nodes by position) and of the fake inputs; None if the piece can not be compared.
+    """A hash of the nodes (op, target, arguments; other nodes by position) and of the fake inputs; None if the piece cannot be compared.
 
     Args:
         inputs: fake tensors, symbolic sizes and Python numbers, in the order of the placeholders. Of tensors count dtype, device, sizes,

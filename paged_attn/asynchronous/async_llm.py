@@ -229,7 +229,7 @@ class AsyncLLM:
         the request, which then need not read it again.
 
         Raises:
-            ValueError, UnsupportedError: it can not be read.
+            ValueError, UnsupportedError: it cannot be read.
         """
         if params.guide is None:
             return None

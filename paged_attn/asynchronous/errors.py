@@ -66,4 +66,4 @@ class RequestFailedError(ServingError):
 
 
 class PromptError(RequestError):
-    """A prompt that can not be served."""
+    """A prompt that cannot be served."""

@@ -51,8 +51,8 @@ class EngineSnapshot:
         return cls(
             running=len(scheduler.running), waiting=len(scheduler.waiting), pages_total=kv.num_usable,
             pages_used=kv.held_pages, pages_cached=kv.cached_pages, pages_free=kv.allocator.num_free,
-            snapshots=kv.num_snapshots, snapshot_bytes=kv.snapshot_bytes,
-            slots_total=engine.budget.slots.most_running, slots_used=kv.slots_in_use,
+            snapshots=kv.states.num_snapshots, snapshot_bytes=kv.states.snapshot_bytes,
+            slots_total=engine.budget.slots.most_running, slots_used=kv.states.num_in_use,
             pool_bytes=pool.nbytes, state_bytes=engine.budget.state_bytes,
             tokens_without_state=scheduler.stats.prompt_tokens_without_state,
             prompt_tokens=stats.prompt_tokens, cached_tokens=stats.cached_tokens, new_tokens=stats.new_tokens,

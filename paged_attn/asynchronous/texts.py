@@ -54,7 +54,7 @@ class Texts:
         """Texts and lists of token ids, as prompts; `param` is what errors call them.
 
         Raises:
-            PromptError: a text that can not be tokenized, or one that is longer than what can be served.
+            PromptError: a text that cannot be tokenized, or one that is longer than what can be served.
         """
         length = sum(map(len, given))
         return await self._in_thread(client, length, lambda own: [self._prompt(own, each, add_special_tokens, param) for each in given])
@@ -65,7 +65,7 @@ class Texts:
         """Two texts each, as the model's tokenizer joins them; `params` is what errors call them.
 
         Raises:
-            PromptError: texts that can not be tokenized or are too long, or no tokenizer.
+            PromptError: texts that cannot be tokenized or are too long, or no tokenizer.
         """
         length = sum(len(text) for pair in pairs for text in pair)
         return await self._in_thread(client, length, lambda own: [self._pair(own, *pair, params) for pair in pairs])

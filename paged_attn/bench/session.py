@@ -59,7 +59,7 @@ class Session:
         """This engine's outcome, then the peers'. Their output is kept where one failed, and the outcome names the file.
 
         Raises:
-            ValueError: the model can not be read, or has too few positions for a workload.
+            ValueError: the model cannot be read, or has too few positions for a workload.
         """
         folder = Path(tempfile.mkdtemp(prefix="paged_attn_bench_"))
         outcomes: list[Outcome] = []

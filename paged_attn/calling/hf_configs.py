@@ -43,7 +43,7 @@ def attention_implementation(model: Any, name: str) -> Iterator[None]:
 def logits_alone(model: nn.Module) -> Iterator[None]:
     """The model without the hidden states, attention weights and router logits that its configs may have it return besides.
 
-    It collects them in context variables under a lock, which torch.compile can not trace; attention weights are nothing that a paged
+    It collects them in context variables under a lock, which torch.compile cannot trace; attention weights are nothing that a paged
     attention has.
     """
     fields = [(vars(config), name) for config in attention_configs(model) for name in _MORE_OUTPUTS]

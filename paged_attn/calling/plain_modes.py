@@ -1,6 +1,6 @@
 """The modes of the thread that calls us: gradients, inference mode and autocast, none of which may reach what an engine keeps or computes.
 
-A tensor made in inference mode can not be written outside of it. Under autocast a model computes in other dtypes than it was proved in,
+A tensor made in inference mode cannot be written outside of it. Under autocast a model computes in other dtypes than it was proved in,
 and keeps K and V in others than the pool has; graphs that were captured without it would not follow.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class RequestError(ValueError):
-    """What a caller gave can not be served.
+    """What a caller gave cannot be served.
 
     Args:
         param: the argument, or the field of a body, that is at fault, such as `messages.0.role`.
@@ -17,4 +17,4 @@ class RequestError(ValueError):
 
 
 class ChatError(RequestError):
-    """Messages, tools or settings of a chat that can not be served."""
+    """Messages, tools or settings of a chat that cannot be served."""

@@ -64,7 +64,7 @@ class ChatRequest:
             guide: what the params say that the answer follows: ("json_schema", "regex" or "grammar", its text).
 
         Raises:
-            ChatError: messages, tools or settings that can not be served; says which, and what is allowed.
+            ChatError: messages, tools or settings that cannot be served; says which, and what is allowed.
         """
         messages = plain_messages(self.messages)
         tools = checked_tools(self.tools)

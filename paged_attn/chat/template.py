@@ -21,11 +21,11 @@ def template_text(tokenizer: Any, chat_template: str | None, has_tools: bool) ->
         ChatError: there is none; says what to do.
     """
     if tokenizer is None:
-        what = "this model has no tokenizer, so that it can not chat; give LLM(model, tokenizer=...), or use /v1/completions"
+        what = "this model has no tokenizer, so that it cannot chat; give LLM(model, tokenizer=...), or use /v1/completions"
         raise ChatError(what, "messages", "no_chat_template")
     if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
         hint = "give one (chat_template=, --chat-template), or use /v1/completions"
-        what = f"this model has no chat template, so that it can not chat; {hint}"
+        what = f"this model has no chat template, so that it cannot chat; {hint}"
         raise ChatError(what, "messages", "no_chat_template")
     try:
         text: str = tokenizer.get_chat_template(chat_template, [{}] if has_tools else None)
@@ -55,7 +55,7 @@ def rendered(
         settings: variables for the template.
 
     Raises:
-        ChatError: the template refuses the messages, with its own words; Jinja can not read it; a setting has the name of an argument.
+        ChatError: the template refuses the messages, with its own words; Jinja cannot read it; a setting has the name of an argument.
     """
     from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -68,7 +68,7 @@ def rendered(
             add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, **settings,
         )  # fmt: skip
     except TemplateSyntaxError as error:
-        what = f"Jinja can not read the model's chat template: {error.message} in line {error.lineno}"
+        what = f"Jinja cannot read the model's chat template: {error.message} in line {error.lineno}"
         raise ChatError(f"{what}; give another (chat_template=, --chat-template)", "chat_template") from error
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ChatError(f"the model's chat template refuses the messages: {error}", "messages") from error
@@ -79,7 +79,7 @@ def read_template(given: str) -> str:
     """A template from a file, or written out.
 
     Raises:
-        ValueError: neither, or Jinja can not read it.
+        ValueError: neither, or Jinja cannot read it.
     """
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -90,9 +90,9 @@ def read_template(given: str) -> str:
             text = Path(given).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             what = "give a file, or a Jinja template, which has {{ or {%"
-            raise ValueError(f"--chat-template {given!r} can not be read: {error}; {what}") from error
+            raise ValueError(f"--chat-template {given!r} cannot be read: {error}; {what}") from error
     try:
         _compile_jinja_template(text)
     except TemplateSyntaxError as error:
-        raise ValueError(f"--chat-template: Jinja can not read it: {error.message} in line {error.lineno}") from error
+        raise ValueError(f"--chat-template: Jinja cannot read it: {error.message} in line {error.lineno}") from error
     return text

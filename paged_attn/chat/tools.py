@@ -68,7 +68,7 @@ def _tool(given: Any, where: str) -> Tool:
         try:
             given = get_json_schema(given)
         except (DocstringParsingException, TypeHintParsingException) as error:
-            raise ChatError(f"{where}: the function can not be described: {error}; or give its JSON schema", where) from error
+            raise ChatError(f"{where}: the function cannot be described: {error}; or give its JSON schema", where) from error
     function = given.get("function") if isinstance(given, Mapping) and given.get("type", "function") == "function" else None
     if not isinstance(function, Mapping):
         raise ChatError(f'{where}: got {shown(given)}; allowed: {{"type": "function", "function": {{...}}}}', where)

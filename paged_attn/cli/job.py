@@ -152,7 +152,7 @@ def _token_ids(llm: LLM, prompt: Prompt) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
     if llm.tokenizer is None:
-        raise ValueError("the model has no tokenizer, so that text can not be a prompt; give --tokenizer DIR_OR_HUB_ID, or --prompt-ids")
+        raise ValueError("the model has no tokenizer, so that text cannot be a prompt; give --tokenizer DIR_OR_HUB_ID, or --prompt-ids")
     ids: list[int] = llm.tokenizer(prompt).input_ids
     return ids
 

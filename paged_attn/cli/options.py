@@ -102,14 +102,14 @@ def use_template(llm: LLM, given: str | None) -> None:
     """Let chats have this template.
 
     Raises:
-        ValueError: it can not be read, or there is no tokenizer that it could be of.
+        ValueError: it cannot be read, or there is no tokenizer that it could be of.
     """
     from paged_attn.chat.template import read_template
 
     if given is not None:
         text = read_template(given)
         if llm.tokenizer is None:
-            raise ValueError("--chat-template: this model has no tokenizer, so that it can not chat")
+            raise ValueError("--chat-template: this model has no tokenizer, so that it cannot chat")
         llm.tokenizer.chat_template = text
 
 
@@ -179,11 +179,11 @@ def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
     """What --prompt and --prompt-ids gave, in their order, then the lines of --prompt-file; may be empty.
 
     Raises:
-        ValueError: the file can not be read as UTF-8 text.
+        ValueError: the file cannot be read as UTF-8 text.
     """
     prompts = list(args.prompt)
     if args.prompt_file == "-" and num_processes() > 1:
-        raise ValueError("--prompt-file -: several processes can not all read standard input; give a file, or --prompt")
+        raise ValueError("--prompt-file -: several processes cannot all read standard input; give a file, or --prompt")
     if args.prompt_file is not None:
         try:
             text = sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text(encoding="utf-8")

@@ -121,7 +121,7 @@ def refuse_for_pooling(runner: Runner, pooler: Pooler, config: EngineConfig) -> 
 
 
 def _refuse_adapters(model: nn.Module, config: EngineConfig, is_sharded: bool) -> None:
-    """Raises UnsupportedError, which says why adapters can not be chosen by request here."""
+    """Raises UnsupportedError, which says why adapters cannot be chosen by request here."""
     if not config.compile:
         why = "compile=False calls the model itself, and adapters by request are part of its graph; leave compile on"
     elif is_sharded:
@@ -185,7 +185,7 @@ def ready_to_step(
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # so a CPU says that it has no memory
-            what = f"{pages} pages of {config.page_size} tokens of KV can not be allocated on {runner.device}"
+            what = f"{pages} pages of {config.page_size} tokens of KV cannot be allocated on {runner.device}"
             raise ValueError(f"{what}; lower kv_memory_gib or num_pages. PyTorch says: {error}") from error
 
     max_pages = _max_pages(runner, config, num_pages, groups)

@@ -136,7 +136,7 @@ class EngineConfig:
     graph_memory_gib: float = _advanced(1.0, "device memory that all captured graphs may take, in GiB", 0)
     graph_decode_sizes: int = _advanced(35, "how many sizes of decode steps are captured, up to max_requests", 1)
     graph_extend_sizes: int = _advanced(20, "how many sizes of other steps are captured, up to 2048 tokens", 1)
-    graph_strict: bool = _advanced(False, "a shape that can not be captured is an error and not run uncaptured")
+    graph_strict: bool = _advanced(False, "a shape that cannot be captured is an error and not run uncaptured")
     graph_verify: bool = _advanced(False, "compare every captured step with the model uncaptured (slow)")
     follow_generate: bool = _advanced(
         False, "serve a model whose generate() numbers positions otherwise than a plain call as generate() does"

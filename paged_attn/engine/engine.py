@@ -75,7 +75,7 @@ class Engine:
         device: of the model; it is the current one whenever the engine computes.
 
     Raises:
-        UnsupportedError: see `ModelRunner` and `PatchedRunner`; or no backend runs its layers; or the pool can not hold two pages.
+        UnsupportedError: see `ModelRunner` and `PatchedRunner`; or no backend runs its layers; or the pool cannot hold two pages.
     """
 
     recovers = True  # after a step that raised it is fit for others
@@ -198,7 +198,7 @@ class Engine:
         """Queue a request; `step` will run it.
 
         Args:
-            namespace: requests share cached prefixes only within one (adapter, tenant, salt).
+            namespace: requests share cached prefixes only within one; the adapter is added to it, the tenant is not.
             tenant: of equal priority, one request of each tenant is admitted in turn, and of each of its namespaces.
             priority: a lower value is more urgent: admitted first and preempted last.
             text_at_end: decode the text when the request ends, which costs less, and not token by token (unless there are stop strings).
@@ -207,7 +207,7 @@ class Engine:
 
         Raises:
             ValueError: an adapter that is not loaded, an empty prompt, a token id out of range, a prompt beyond the model's positions, an
-                id in use, or a schema, regular expression or grammar that can not be read.
+                id in use, or a schema, regular expression or grammar that cannot be read.
             TypeError: a prompt that is not token ids, a namespace or tenant that does not hash, or a priority that is no whole number.
             UnsupportedError: the pool can never hold prompt and new tokens, the message does the sum; or what a guided answer needs is not
                 there. Or the model is no longer what the engine runs; see `ModelWatch`.
@@ -286,8 +286,8 @@ class Engine:
         """Launch one batch and wait for the one before it, or, without overlap, for itself.
 
         Returns an event per token that came, and one without a token for requests that end without one; with overlap it may return
-        none while there is work. An exception from the model leaves every request as it was before the step; events that were due come
-        with the next call.
+        none while there is work. After an exception from the model no token is lost: the requests go on with the next call, those with
+        recurrent states from their beginning, and it brings the events that were due.
         """
         self._steps_since_look += 1
         is_due = self._look_is_due and self._steps_since_look > STEPS_BETWEEN
@@ -316,7 +316,7 @@ class Engine:
 
     def clear_prefix_cache(self) -> int:
         """Forget all cached prefixes that no running request uses; returns how many pages that freed."""
-        return 0 if self.kv.tree is None else self.kv.tree.clear()
+        return self.kv.forget_prefixes()
 
     @on_its_device
     def close(self) -> None:
@@ -362,8 +362,7 @@ class Engine:
         self._collect(0)
         for request in list(self.scheduler.running.from_last()):
             self.scheduler.preempt(request)
-        if self.kv.tree is not None:
-            self.kv.tree.clear()
+        self.kv.forget_prefixes()
         self._is_stale = False
 
     def _launch(self) -> bool:
@@ -377,7 +376,7 @@ class Engine:
             return False
         running, requests = self.scheduler.running, scheduled.requests
         under_way = self._in_flight[-1].number if self._in_flight else NONE_UNDER_WAY
-        checkpoints = self.kv.take_checkpoints(requests, scheduled.counts.tolist()) if self.states is not None else {}
+        checkpoints = self.kv.states.take_checkpoints(requests, scheduled.counts.tolist()) if self.states is not None else {}
         layout, columns = build_step(
             scheduled, running.rows, running.indices(requests), under_way, self.pooler is not None, checkpoints, self.kv.frames
         )
@@ -395,7 +394,7 @@ class Engine:
                 pooled = PooledRows(output.logits, [part for _, part in layout.pooled]) if layout.pooled else None
                 chosen = self._choose(output, layout) if layout.sampling else None
         except BaseException:
-            with self.kv.leaving_no_states(requests):
+            with self.kv.states.leaving_none(requests):
                 try:
                     self._collect(0)  # what came before it is not lost
                 finally:
@@ -404,7 +403,7 @@ class Engine:
             raise
         self._in_flight.append(InFlightStep(layout, chosen, next(self._step_numbers), scores, pooled).begin())
         if self.states is not None:
-            self.kv.keep_states(requests)
+            self.kv.states.keep(requests)
         self.stats.steps += 1
         self.stats.prompt_tokens += layout.num_of_prompts
         return True
@@ -441,8 +440,8 @@ class Engine:
 
     def _restart(self, requests: list[Request]) -> None:
         """After an error: what the device counted for them is not to be relied on, and recurrent states are computed anew: unlike KV, which
-        the next try writes over, a state that has advanced can not be taken back."""
-        with self.kv.leaving_no_states(requests):
+        the next try writes over, a state that has advanced cannot be taken back."""
+        with self.kv.states.leaving_none(requests):
             for request in requests:
                 self.sampler.forget(request.sampling)
                 if not self.kv.can_go_on(request):

@@ -34,7 +34,7 @@ def first_rank_leads(llm: LLM) -> Iterator[bool]:
 
     Raises:
         ContextError: the model is not sharded.
-        Any error of a step, on all ranks that had it: they can not go on apart, so let the program end.
+        Any error of a step, on all ranks that had it: they cannot go on apart, so let the program end.
         RuntimeError: on the others, when the first rank is gone.
     """
     engine, ranks = llm.engine, llm.engine.runner.ranks
@@ -83,7 +83,7 @@ class _Line:
     def check(self) -> None:
         """Raises ContextError: nobody listens any more."""
         if self._is_cut:
-            raise ContextError("the other ranks left after an error, so that this one can not go on alone; start the program again")
+            raise ContextError("the other ranks left after an error, so that this one cannot go on alone; start the program again")
 
     def hear(self) -> Any:
         heard = [None]
@@ -106,7 +106,7 @@ class _Leader:
         self._line.check()
         _refuse_what_does_not_travel(params, keywords)
         request = self._engine.add_request(prompt_token_ids, params, **keywords)  # what it refuses nobody hears of
-        told = {**keywords, "request_id": request.id}  # they decode what this one does: what can not be decoded ends a request on all
+        told = {**keywords, "request_id": request.id}  # they decode what this one does: what cannot be decoded ends a request on all
         self._line.say(("add_request", (request.prompt_token_ids, request.params), told))
         return request
 
@@ -139,13 +139,13 @@ class _Leader:
 
 
 def _refuse_what_does_not_travel(params: SamplingParams | None, keywords: dict[str, Any]) -> None:
-    """Raises ValueError: the other ranks can not be told of it, or would get something else."""
+    """Raises ValueError: the other ranks cannot be told of it, or would get something else."""
     what = "a request to a model over several ranks is sent to all of them"
     try:
         _, told = pickle.loads(pickle.dumps((params, keywords)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"{what}, and this one can not be pickled: {error}; logits processors must be functions or classes of a module"
+            f"{what}, and this one cannot be pickled: {error}; logits processors must be functions or classes of a module"
         ) from error
     for name in ("namespace", "tenant"):
         if told.get(name) != keywords.get(name):

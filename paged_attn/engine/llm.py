@@ -55,7 +55,7 @@ class LLM(PoolingCalls):
 
     Raises:
         ValueError: the path holds no model, or a setting is unknown or out of range.
-        UnsupportedError: the model has an attention that can not be proved, or that no backend runs.
+        UnsupportedError: the model has an attention that cannot be proved, or that no backend runs.
 
     Calls may come from several threads; they share the engine's batches. What a step raises is raised by the call that ran it.
     """
@@ -180,7 +180,7 @@ class LLM(PoolingCalls):
             tools, tool_choice and the rest: see `ChatRequest`.
 
         Raises:
-            ChatError: messages, tools or settings that can not be served, or no chat template; says what to do.
+            ChatError: messages, tools or settings that cannot be served, or no chat template; says what to do.
             ValueError, UnsupportedError: as `generate` does.
         """
         settings = {

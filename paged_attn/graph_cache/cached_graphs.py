@@ -78,7 +78,7 @@ class CachedGraphs:
                 found = restored(record, self.model, model_device(self.model), self.options, len(self.recurrent))
             except _UNUSABLE as error:
                 what = f"{type(error).__name__}: {shown(str(error))}"
-                logger.warning("the graph %s can not be used: %s. The model is traced anew.", path, what)
+                logger.warning("the graph %s cannot be used: %s. The model is traced anew.", path, what)
                 continue
             if found is None:
                 logger.info("the graph %s is of no use: a compiled piece is gone", path)
@@ -90,7 +90,7 @@ class CachedGraphs:
         return None
 
     def keep(self, compiled: CompiledGraph, args: Sequence[Any]) -> Path | None:
-        """Write a graph that has passed its self-check; None, with the reason logged, if it can not be kept.
+        """Write a graph that has passed its self-check; None, with the reason logged, if it cannot be kept.
 
         Args:
             args: the flat inputs of the traced call.
@@ -127,4 +127,4 @@ class CachedGraphs:
 
 
 def _not_kept(model: nn.Module, reason: Indescribable) -> None:
-    logger.info("the graph of %s is not kept for the next process: %s can not be told by a hash", type(model).__name__, reason)
+    logger.info("the graph of %s is not kept for the next process: %s cannot be told by a hash", type(model).__name__, reason)

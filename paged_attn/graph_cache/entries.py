@@ -44,7 +44,7 @@ class Entries:
                 logger.warning("a graph is not read: %s. The model is traced anew.", error)
                 continue
             except OSError as error:
-                logger.info("the graph %s can not be read: %s", path, error)
+                logger.info("the graph %s cannot be read: %s", path, error)
                 continue
             if head.decode(errors="replace") != _head(key, body):
                 logger.warning("the graph %s is damaged: its checksum is wrong. The model is traced anew.", path)
@@ -77,7 +77,7 @@ class Entries:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("the graph %s can not be removed: %s", path, error)
+            logger.warning("the graph %s cannot be removed: %s", path, error)
 
 
 def _head(key: str, body: bytes) -> str:

@@ -55,7 +55,7 @@ class StableHasher:
 
     Args:
         modules: the model's modules by id, with their paths. Any other module is indescribable.
-        strict: raise for what can not be described. Otherwise its type stands for it: for the globals of a Python file, of which
+        strict: raise for what cannot be described. Otherwise its type stands for it: for the globals of a Python file, of which
             code reads few.
         inside: a Python module; of classes and functions from elsewhere only the name and own code count.
     """

@@ -36,7 +36,7 @@ class PagedCache(Cache):
         shared_with: take pages from the pool of this cache of the same model, instead of one's own.
 
     Raises:
-        UnsupportedError: the model's layers keep something that pages can not hold; the message names it.
+        UnsupportedError: the model's layers keep something that pages cannot hold; the message names it.
         ValueError: sizes that no pool has, or sizes next to `shared_with`.
         TypeError: sizes that are no ints, or something else than a PagedCache in `shared_with`.
         CacheFull (while generating): a pool of fixed size is too small; nothing was written in that step.

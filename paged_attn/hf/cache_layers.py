@@ -79,10 +79,10 @@ class PagedLayer(CacheLayerMixin):
         self.length = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        raise NotImplementedError("the rows of one layer can not be moved alone; call reorder_cache of the PagedCache")
+        raise NotImplementedError("the rows of one layer cannot be moved alone; call reorder_cache of the PagedCache")
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise NotImplementedError("one layer can not be cropped alone; call crop of the PagedCache")
+        raise NotImplementedError("one layer cannot be cropped alone; call crop of the PagedCache")
 
     def _first_visible(self, start: int) -> int:
         return 0 if self.sliding_window is None else max(start - self.sliding_window + 1, 0)

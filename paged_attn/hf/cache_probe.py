@@ -25,7 +25,7 @@ def probe(model: nn.Module) -> DynamicCache:
     """transformers' own cache for the model, after one token: its layers say what they keep.
 
     Raises:
-        UnsupportedError: an encoder-decoder, a model that is called otherwise, or one whose layers keep what pages can not hold.
+        UnsupportedError: an encoder-decoder, a model that is called otherwise, or one whose layers keep what pages cannot hold.
     """
     name = type(model).__name__
     config: Any = getattr(model, "config", None)

@@ -33,7 +33,7 @@ class ProvedMask:
 
     def _refuse(self, how: str) -> NoReturn:
         raise UnsupportedError(
-            f"the model uses {how} of its attention mask after building it, which paged_attn.patch can not follow; "
+            f"the model uses {how} of its attention mask after building it, which paged_attn.patch cannot follow; "
             "use torch.compile(model, backend='paged_attn'), which proves the mask that reaches each layer"
         )
 
@@ -51,7 +51,7 @@ def prove_mask_function(function: MaskFunction) -> MaskFamily:
         return _proved(function)
     except IndexError as error:
         raise UnsupportedError(
-            f"{WHERE} can not be proved: its mask function reads a table of the call's own tokens ({error}), such as which of them are "
+            f"{WHERE} cannot be proved: its mask function reads a table of the call's own tokens ({error}), such as which of them are "
             "of one image; use torch.compile(model, backend='paged_attn'), which proves the mask that reaches each layer"
         ) from error
 

@@ -1,4 +1,4 @@
-"""`paged_attn.patch(model)`: the Hugging Face hook, for models that can not be traced.
+"""`paged_attn.patch(model)`: the Hugging Face hook, for models that cannot be traced.
 
 The second way to paged attention: transformers' AttentionInterface and AttentionMaskInterface, without torch.compile. Every
 layer's spec is proved on entry, the patched model is compared with the original on a ragged probe, and the model is restored on exit.
@@ -134,7 +134,7 @@ class Patched:
 
     def _run_alone(self, prompts: list[Tensor]) -> list[Tensor]:
         name = type(self.model).__name__
-        what = f"{name} itself can not run a few tokens given as input_ids and position_ids, which is all that a paged batch has"
+        what = f"{name} itself cannot run a few tokens given as input_ids and position_ids, which is all that a paged batch has"
         with model_code(lambda why: UnsupportedError(f"{what}: {why}")), torch.no_grad():
             return [self.logits(p, torch.arange(len(p), device=p.device)) for p in prompts]
 
@@ -159,7 +159,7 @@ def patch(model: nn.Module, *, self_check: bool = True) -> Patched:
     Use as a context manager: `with paged_attn.patch(model) as patched: pool = KVPool(patched.layers, ...)`.
 
     Raises (on entry, with the model restored):
-        UnsupportedError: a layer does not go through the interface, has a mask that can not be proved or a keyword that is not
+        UnsupportedError: a layer does not go through the interface, has a mask that cannot be proved or a keyword that is not
             known; or the self-check on a ragged probe fails.
         ContextError: the model is patched already.
     """

@@ -55,7 +55,7 @@ class LocalModel:
                     forward = equal_on_all_ranks(forward or module.forward, self.ranks)
                 if forward is not None:
                     _set_attribute(undo, module, "forward", forward)
-                if style == "replicated_with_grad_allreduce":  # a backward hook up to transformers 5.21, which can not be traced
+                if style == "replicated_with_grad_allreduce":  # a backward hook up to transformers 5.21, which cannot be traced
                     _set_attribute(undo, module, "_backward_hooks", OrderedDict())
                 if isinstance(module, nn.Embedding) and module in cut:
                     _set_attribute(undo, module, "padding_idx", None)  # it is none of this rank's rows, and counts in training alone

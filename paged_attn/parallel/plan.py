@@ -121,6 +121,6 @@ def _refuse_cut_heads(model: nn.Module, ranks: int) -> None:
                 continue
             if (weight.shape[0] // dim) % ranks:
                 raise UnsupportedError(
-                    f"{name}.{child} has {weight.shape[0] // dim} heads of {dim}, which {ranks} ranks can not share without cutting one; "
+                    f"{name}.{child} has {weight.shape[0] // dim} heads of {dim}, which {ranks} ranks cannot share without cutting one; "
                     "use as many ranks as divide the KV heads, or a tp_plan that leaves q_proj, k_proj, v_proj and o_proj whole"
                 )

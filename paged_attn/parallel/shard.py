@@ -27,7 +27,7 @@ def shard(model: Any, device: torch.device | str | None = None, expert_parallel:
 
     Raises:
         RuntimeError: no process group; run the script with torchrun and call torch.distributed.init_process_group.
-        UnsupportedError: the model has no such plan, or its experts can not be shared out evenly.
+        UnsupportedError: the model has no such plan, or its experts cannot be shared out evenly.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -57,7 +57,7 @@ def _refuse_uneven_experts(model: Any, size: int) -> None:
     for name, parameter in model.named_parameters():
         if plan.get(pattern_of(name)) == "grouped_gemm" and len(parameter) % size:
             raise UnsupportedError(
-                f"{name} holds {len(parameter)} experts, which {size} ranks can not share evenly; use a number of ranks that divides "
+                f"{name} holds {len(parameter)} experts, which {size} ranks cannot share evenly; use a number of ranks that divides "
                 "them, or leave expert_parallel out, and each rank has a slice of every expert"
             )
 

@@ -73,7 +73,7 @@ def find_recurrent_layers(model: nn.Module, inputs_of: InputsOf, beside: Iterabl
 
     Raises:
         GrowingState: modules keep, besides states, what grows with the tokens.
-        UnsupportedError: a layer with state that can not be run by itself, or not token by token; the message names it and why.
+        UnsupportedError: a layer with state that cannot be run by itself, or not token by token; the message names it and why.
     """
     watched = _both_lengths(model, inputs_of)
     if watched is None:
@@ -162,7 +162,7 @@ def _both_lengths(model: nn.Module, inputs_of: InputsOf) -> tuple[Watched, Watch
 
 
 def _watched(model: nn.Module, inputs: dict[str, Any], length: int) -> Watched:
-    what = f"{type(model).__name__} itself can not run a prompt of {length} tokens with use_cache=True"
+    what = f"{type(model).__name__} itself cannot run a prompt of {length} tokens with use_cache=True"
     with model_code(lambda why: UnsupportedError(f"{what}: {why}")):
         return watch(model, inputs)
 

@@ -65,7 +65,7 @@ class RecurrentLayer:
         ops: by name, those that take the place of all that its forward does with its states; none: its forward runs, outside the graph.
         why_no_ops: in words, where that was asked for.
         scans: what computes each of `ops`, in their order.
-        why_not_in_graphs: why a captured decode step can not hold its own forward, in words; "" where it can; None: nobody has tried.
+        why_not_in_graphs: why a captured decode step cannot hold its own forward, in words; "" where it can; None: nobody has tried.
     """
 
     spec: RecurrentSpec

@@ -46,7 +46,7 @@ class RecurrentStates:
         scans_backend, state_dtype: what computes the recurrences, and what states are kept in, as in `EngineConfig`.
 
     Raises:
-        UnsupportedError: the model has no recurrent layer, or one that can not be run by itself or token by token.
+        UnsupportedError: the model has no recurrent layer, or one that cannot be run by itself or token by token.
         ValueError: fewer than two slots; or the model has states already.
     """
 

@@ -43,7 +43,7 @@ def attention_layers(compiled: nn.Module | LLM | Engine) -> tuple[AttentionSpec,
             model that has not seen a paged batch yet is traced here, once, and later batches share that compile.
 
     Raises:
-        UnsupportedError: the model can not run paged batches, or was compiled by another backend.
+        UnsupportedError: the model cannot run paged batches, or was compiled by another backend.
     """
     target = _engine_or_model(compiled)
     if not isinstance(target, nn.Module):
@@ -52,14 +52,14 @@ def attention_layers(compiled: nn.Module | LLM | Engine) -> tuple[AttentionSpec,
     paged = _paged(model, graphs)
     (paged or graphs)[-1].refuse_recurrent()
     if not paged:
-        raise UnsupportedError(f"{type(model).__name__} can not run paged batches: {graphs[-1].rewrite.not_paged}")
+        raise UnsupportedError(f"{type(model).__name__} cannot run paged batches: {graphs[-1].rewrite.not_paged}")
     return paged[-1].specs
 
 
 def explain(compiled: nn.Module | LLM | Engine) -> str:
     """Text for people: every layer with its proof, the backend and why, pieces, passes, and graphs that are not paged.
 
-    Args and errors as in `attention_layers`, but a model whose calls can not be paged is explained, not refused.
+    Args and errors as in `attention_layers`, but a model whose calls cannot be paged is explained, not refused.
     """
     return explanation(compiled).text()
 

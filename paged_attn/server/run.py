@@ -35,7 +35,7 @@ def listen(settings: ServerSettings) -> socket.socket:
     """A bound socket, so that a port in use is found out before the model loads.
 
     Raises:
-        OSError: the address can not be listened on; says which.
+        OSError: the address cannot be listened on; says which.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # With the protocol named: asyncio sets TCP_NODELAY only then, and without it each answer waits 40 ms for the client's delayed ACK.
@@ -50,7 +50,7 @@ def listen(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         listener.close()
         hint = "choose another --host or --port, or stop what listens there"
-        raise OSError(f"can not listen on {settings.host} port {settings.port}: {error}; {hint}") from error
+        raise OSError(f"cannot listen on {settings.host} port {settings.port}: {error}; {hint}") from error
 
 
 def allow_files(settings: ServerSettings) -> None:

@@ -37,7 +37,7 @@ def find_softmax(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
     """Every written-out attention of a paged call, in order; `graph` gains the nodes that give q, k, v and the result their layout.
 
     Raises:
-        UnknownAttention: scores of tokens against tokens whose products can not be found; the message names the module.
+        UnknownAttention: scores of tokens against tokens whose products cannot be found; the message names the module.
     """
     if form.reason or isinstance(form.num_tokens, int):
         return []

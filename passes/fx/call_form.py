@@ -29,7 +29,7 @@ Values = dict[fx.Node, Any]  # by placeholder: the real tensor, or number, that 
 
 
 class CallNotPaged(Exception):
-    """This call of the model can not run a paged batch, though the model may: it runs as it was written, outside forward contexts."""
+    """This call of the model cannot run a paged batch, though the model may: it runs as it was written, outside forward contexts."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class CallForm:
         num_tokens: the sympy symbol of T, or an int if the trace is static.
         roles: per placeholder: "tokens" (T itself), "input_ids", "position_ids", "logits_rows", "num_logits", "owned" (parameters,
             buffers, tensors of the module) or "call:NAME" for any other input of the call.
-        reason: why a paged batch can not run through this graph, or "".
+        reason: why a paged batch cannot run through this graph, or "".
         max_tokens: the longest call for which the trace holds, or None if it holds for all. Where the model has no more positions
             than that, it is no `reason`.
         known_min_tokens: `min_tokens` of a graph from disk, whose inputs do not tell it.

@@ -190,7 +190,7 @@ def proved_gating(region: DenseExperts) -> Gating | None:
 def _evaluated(region: DenseExperts, dtype: torch.dtype | None) -> tuple[list[_Probe], list[dict[fx.Node, Tensor]]] | None:
     """Probes of a type, None for the model's own, and all values of the region; None where its operations do not take the type.
 
-    In 16 bits activations that differ a little, as GELU and its approximation, can not be told apart.
+    In 16 bits activations that differ a little, as GELU and its approximation, cannot be told apart.
     """
     weights = _weights(region, dtype)
     of_logits = dtype or value_of(region.logits).dtype

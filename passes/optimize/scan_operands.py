@@ -6,7 +6,7 @@ Before: query, key [1, T, key heads, K] -> repeat_interleave, expand, reshape ..
 After:  query, key [T, key heads, K] -> the same op, which reads each for all of its value heads
 Proved, not matched: what lies between is evaluated on a tensor of distinct numbers.
 Left alone: what computes on the way or is written to. Of convolutions: several projections, columns that come twice or in an order that few
-numbers can not tell, and views that copy nothing. Of delta rules: a query and a key of different numbers of heads, and Kimi's rule (no
+numbers cannot tell, and views that copy nothing. Of delta rules: a query and a key of different numbers of heads, and Kimi's rule (no
 model repeats keys for it, and other packages' kernels were not tried with fewer).
 """
 

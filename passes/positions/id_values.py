@@ -55,7 +55,7 @@ def check_id_values(graph: fx.Graph, form: CallForm, values: Values) -> None:
 
 def _by_id(node: fx.Node, probe: RowProbe, positions: list[fx.Node], run: Tensor) -> Any:
     """What a value is on a row of these ids, all at position 1: its rows in the order of the ids, or as it is if it has none; None if it
-    can not be evaluated alone, or not on so many tokens."""
+    cannot be evaluated alone, or not on so many tokens."""
     form = probe.form
     ids = run[None].to(value_of(form.input_ids).device, value_of(form.input_ids).dtype)
     given = {each: torch.ones_like(ids).view(*[1] * (value_of(each).dim() - 1), -1) for each in positions}

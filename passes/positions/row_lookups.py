@@ -40,7 +40,7 @@ def _is_position(lookup: Lookup, form: CallForm, values: Values) -> bool:
             return probe.affine(lookup.at) == Affine(1, 0)
         positions = torch.tensor(PROBED, device=value_of(lookup.at).device)
         return torch.equal(probe.at(lookup.at, len(PROBED), {form.positions: positions[None]}).flatten().long(), positions)
-    except (KeyError, IndexError, RuntimeError):  # it is made from the tokens, or can not be evaluated
+    except (KeyError, IndexError, RuntimeError):  # it is made from the tokens, or cannot be evaluated
         return False
 
 

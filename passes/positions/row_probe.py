@@ -47,7 +47,7 @@ class RowProbe:
 
         Raises:
             KeyError: it is made from the tokens.
-            IndexError, RuntimeError: the model can not run a call of that length.
+            IndexError, RuntimeError: the model cannot run a call of that length.
         """
         if given is not None:
             return self._evaluate(node, length, given)

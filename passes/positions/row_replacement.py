@@ -74,7 +74,7 @@ class RowReplacement:
         try:
             return work()
         except (IndexError, RuntimeError, KeyError) as error:
-            raise refusal(self.value, f"can not be evaluated alone ({type(error).__name__}: {error})") from error
+            raise refusal(self.value, f"cannot be evaluated alone ({type(error).__name__}: {error})") from error
 
     def _seed(self, node: fx.Node) -> TableRows | None:
         if node not in self.shared.tables:

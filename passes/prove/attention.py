@@ -55,7 +55,7 @@ class Prover:
     def prove(self, site: AttentionSite) -> AttentionProof | DualChunkProof:
         """Raises:
         Recomputable: its mask or bias is computed from the tokens' hidden states, it mixes its heads, or it is a whole module.
-        UnsupportedError: the site can not be proved, or contradicts what the model states; the message names the layer.
+        UnsupportedError: the site cannot be proved, or contradicts what the model states; the message names the layer.
         CallNotPaged: it depends on an input of this call.
         """
         scores = site.scores

@@ -128,7 +128,7 @@ def prove_dual_chunk(probe: DualChunkProbe) -> DualChunkProof:
         )
     if strange := [str(each) for each in probe.literals if abs(each - chunk) > 2] + probe.hidden:
         others = ", ".join(strange)
-        raise probe.refusal(f"besides its chunks of {chunk} its graph holds {others}, which small probes can not show to be harmless")
+        raise probe.refusal(f"besides its chunks of {chunk} its graph holds {others}, which small probes cannot show to be harmless")
     scale = min(_numbers(probe), key=lambda each: probe.check(MATCH_LENGTHS[0], probe.scales[0], order, first, each))
     longest = min(DIRECT_LIMIT, math.isqrt(MOST_ELEMENTS // probe.num_heads))
     direct = min(longest, max(DIRECT_LENGTH, 3 * chunk + 2))

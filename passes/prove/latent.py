@@ -65,7 +65,7 @@ def latent_of(finder: LatentFinder, site: AttentionSite, proof: AttentionProof, 
     except NotLatent as reason:
         return f"its {reason}"
     except MISFITS as error:
-        return f"its keys and values can not be evaluated alone: {error}"
+        return f"its keys and values cannot be evaluated alone: {error}"
     except KeyError as error:
         return f"its keys and values are made of {error.args[0]}, too"
     return proved

@@ -76,7 +76,7 @@ def _table_limit(probe: MaskProbe) -> int:
             ends.add(literal + longest - shortest)
             probe.table_ends.append(longest)
     if len(ends) != 1 or max(images.values()) - shortest > 2:
-        raise ProbeFailed(f"{probe.where}: its mask can not be made for small probes, and none of its numbers {probe.literals} says why")
+        raise ProbeFailed(f"{probe.where}: its mask cannot be made for small probes, and none of its numbers {probe.literals} says why")
     probe.table_length = ends.pop()
     return probe.table_length
 
@@ -141,7 +141,7 @@ def _explain_numbers(probe: MaskProbe, family: MaskFamily, direct: Seen) -> None
     limits += probe.literals if probe.scales is LIMITS else []
     unexplained = [literal for literal in probe.literals if literal > shown and not any(abs(limit - literal) <= 2 for limit in limits)]
     if strange := [f"{literal}" for literal in unexplained] + probe.hidden:
-        holds = f"its graph holds {', '.join(strange)}, which they can not show to be harmless"
+        holds = f"its graph holds {', '.join(strange)}, which they cannot show to be harmless"
         raise _unexplained(probe, f"small probes say {family.describe()}, but {holds}")
 
 
@@ -205,7 +205,7 @@ def _unexplained(probe: MaskProbe, why: str) -> UnsupportedError:
 def unproved(where: str, mask: BoolMatrix, why: str) -> UnsupportedError:
     """The error for a mask that no proof covers; it prints the mask."""
     return UnsupportedError(
-        f"{where}: its attention mask can not be proved: {why}. Its first rows (query = line, key = column):\n{draw(mask)}\n"
+        f"{where}: its attention mask cannot be proved: {why}. Its first rows (query = line, key = column):\n{draw(mask)}\n"
         "Known families: causal, sliding window, chunk, their intersections, and bidirectional, with a window or without. "
         "Run this model uncompiled, or report it."
     )

@@ -135,7 +135,7 @@ class ScoreRegion:
                 value: Tensor = evaluate(self.nodes, {**self.given, self.scores.products: products.to(dtype)}, result)
             except (RuntimeError, IndexError) as error:
                 if dtype is own:
-                    raise self.refusal(f"what is between its products and its weights can not be evaluated alone: {error}") from error
+                    raise self.refusal(f"what is between its products and its weights cannot be evaluated alone: {error}") from error
             else:
                 return value
         raise AssertionError("the graph's own dtype was tried last")
@@ -148,7 +148,7 @@ class ScoreRegion:
             before, after = (self.run(products.view(self.sample.shape), result)[1:] for products in (self.sample, changed))
             if before.shape == after.shape and not _close(before, after):
                 raise MixesHeads(
-                    f"{self.site.where}: attention that is written out as a softmax can not be proved: the {what} of a head are made from "
+                    f"{self.site.where}: attention that is written out as a softmax cannot be proved: the {what} of a head are made from "
                     "the products of others, too (talking heads). Run this model uncompiled, or report it."
                 )
 
@@ -244,7 +244,7 @@ class ScoreRegion:
 
     def refusal(self, why: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{self.site.where}: attention that is written out as a softmax can not be proved: {why}. "
+            f"{self.site.where}: attention that is written out as a softmax cannot be proved: {why}. "
             "Run this model uncompiled, or report it."
         )
 

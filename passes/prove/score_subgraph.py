@@ -81,7 +81,7 @@ class MixesTokens(Recomputable):
 
 
 def refuse_hidden_states(nodes: list[fx.Node], form: CallForm, where: str) -> None:
-    """A mask or bias computed from the tokens' hidden states can not be known before the step runs.
+    """A mask or bias computed from the tokens' hidden states cannot be known before the step runs.
 
     Args:
         nodes: all that it is made from.

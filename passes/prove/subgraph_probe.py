@@ -105,6 +105,6 @@ class SubgraphProbe:
                 image = images.get(value) if type(value) is int else None
             return value if image is None else type(value)(image if value > 0 else -image)
 
-        with model_code(lambda why: ProbeFailed(f"{self.where}: its mask can not be made for {total} tokens: {why}")):
+        with model_code(lambda why: ProbeFailed(f"{self.where}: its mask cannot be made for {total} tokens: {why}")):
             result: Tensor = evaluate(self.nodes, known, self.result, constant)
         return result

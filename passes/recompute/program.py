@@ -144,7 +144,7 @@ def prove_causal(
         limit = operation_limit(whole, *(row.dtype for row in rows))
         if not all(torch.allclose(whole[:count], run(count), rtol=0, atol=limit, equal_nan=True) for count in beginnings):
             raise UnsupportedError(
-                f"{where}, and a later token changes the result of an earlier one, so that the model can not generate token by token"
+                f"{where}, and a later token changes the result of an earlier one, so that the model cannot generate token by token"
             )
 
 

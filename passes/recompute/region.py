@@ -77,7 +77,7 @@ def find_recompute_region(tokens: TokenRows, output: fx.Node, before: fx.Node, w
     """The region of an attention's output, all of whose rows can be read in front of the node `before`.
 
     Raises:
-        UnsupportedError: it is made from something that can not be kept as rows in pages; the message names the layer `where` that is.
+        UnsupportedError: it is made from something that cannot be kept as rows in pages; the message names the layer `where` that is.
     """
     return _Search(tokens, output, before, where).region()
 
@@ -102,7 +102,7 @@ class _Search:
         square = {node for node in self.reached if self._is_square(node)}
         inside = self._made_from({self.output, *square})
         beside = [node for node in sorted(self.reached - inside) if self.tokens.holds_data(node)]
-        with model_code(lambda why: self.refusal(f"what it is made from can not be evaluated on random values: {why}")):
+        with model_code(lambda why: self.refusal(f"what it is made from cannot be evaluated on random values: {why}")):
             mixing = mixing_nodes(beside, self.stops, self.tokens.form, self.tokens.values, self.writers)
         inside = self._made_from({self.output, *square, *mixing})
         rows = sorted({self._narrowest(node, inside) for node in self._cut(inside)})
@@ -209,7 +209,7 @@ class _Search:
 
     def refusal(self, why: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{self.where}: its mask or bias is computed from the tokens' hidden states, and can not be recomputed from what is kept of "
+            f"{self.where}: its mask or bias is computed from the tokens' hidden states, and cannot be recomputed from what is kept of "
             f"each token: {why}. Run this model uncompiled, or report it."
         )
 

@@ -44,7 +44,7 @@ class RecomputeReplacer:
         """Rewrite one site in place; returns the spec, the op's node, and the one that stands for the old output.
 
         Raises:
-            UnsupportedError: it can not be recomputed from what can be kept of each token, or is not causal.
+            UnsupportedError: it cannot be recomputed from what can be kept of each token, or is not causal.
         """
         if isinstance(site.scores, WrittenScores) and site.scores.lse is not None:
             raise reason

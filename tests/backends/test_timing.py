@@ -62,7 +62,7 @@ def test_shared_tokens_lie_in_the_same_pages_and_count_once():
     ReferenceBackend().forward_extend(plan, call)
     assert relative_error(call.output, row_attention(inputs, 0)) < 1e-5
     assert alone.bytes_moved() - shared.bytes_moved() == alone.kv_bytes - shared.kv_bytes == 2 * 16 * 4 * 2 * 32
-    with pytest.raises(ValueError, match="18 tokens can not be shared by requests of 20 cached"):
+    with pytest.raises(ValueError, match="18 tokens cannot be shared by requests of 20 cached"):
         dataclasses.replace(shared, shared=18)
 
 
@@ -107,9 +107,9 @@ def test_the_peers_numbers_come_out():
     ("kind", "requests", "message"),
     [
         ("decode", (), "'decode' has 0 requests"),
-        ("decode", ((4, 2),), r"\[\(4, 2\)\] can not be"),
-        ("decode", ((0, 1),), r"\[\(0, 1\)\] can not be"),
-        ("prefill", ((4, 0),), r"\[\(4, 0\)\] can not be"),
+        ("decode", ((4, 2),), r"\[\(4, 2\)\] cannot be"),
+        ("decode", ((0, 1),), r"\[\(0, 1\)\] cannot be"),
+        ("prefill", ((4, 0),), r"\[\(4, 0\)\] cannot be"),
         ("extend", ((4, 1),), "kind 'extend'"),
     ],
 )
@@ -347,7 +347,7 @@ class FakeGPU:
 
     def function(self) -> None:
         if self.capturing and self.fails:
-            raise RuntimeError("can not be captured")
+            raise RuntimeError("cannot be captured")
         self.log.append("ran while capturing" if self.capturing else "ran")
 
 
@@ -365,7 +365,7 @@ def test_on_a_gpu_graphs_are_replayed_between_events(monkeypatch):
 def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch):
     gpu = FakeGPU(fails=True)
     gpu.install(monkeypatch)
-    with pytest.raises(RuntimeError, match="can not be captured"):
+    with pytest.raises(RuntimeError, match="cannot be captured"):
         Turn.of(gpu.function, torch.device("cuda"), graphed=True)
     assert gpu.stream == "usual"
 

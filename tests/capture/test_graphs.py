@@ -126,7 +126,7 @@ def test_a_shape_that_fails_is_left_out_with_the_first_line_of_the_reason() -> N
     graphs = captured(GraphSet(recorder, budget=10**9), Steps(fail=8).prepare, 16, 8, 4)
     assert graphs.refused == {GraphKey("piecewise", 8): "RuntimeError: no room on the device"}
     assert graphs.sizes("piecewise") == [4, 16] and recorder.open is None
-    with pytest.raises(CaptureError, match=r"the graph piecewise 8 can not be captured: RuntimeError: no room on the device\. Without"):
+    with pytest.raises(CaptureError, match=r"the graph piecewise 8 cannot be captured: RuntimeError: no room on the device\. Without"):
         captured(GraphSet(TapeRecorder(), budget=10**9, strict=True), Steps(fail=8).prepare, 16, 8)
 
 
@@ -176,10 +176,10 @@ class Together:
         return captured(GraphSet(recorder, budget=10**9, agree=lambda mine: self.agree(rank, mine)), prepare, 16, 8, 4)
 
 
-@pytest.mark.parametrize("case", ["one can not prepare a shape", "one can not record an op"])
+@pytest.mark.parametrize("case", ["one cannot prepare a shape", "one cannot record an op"])
 def test_processes_run_together_or_not_at_all(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     together, recorders = Together(), [TapeRecorder(), TapeRecorder()]
-    if case == "one can not record an op":
+    if case == "one cannot record an op":
         call = recorders[1].call
 
         def failing(function: Any, *args: Any) -> Any:
@@ -194,7 +194,7 @@ def test_processes_run_together_or_not_at_all(case: str, monkeypatch: pytest.Mon
     with ThreadPoolExecutor(2) as pool:
         one, two = pool.map(lambda rank: together.captured(rank, Steps(), recorders[rank], fails[rank]), (0, 1))
     assert together.runs[0] == together.runs[1] and one.sizes("piecewise") == two.sizes("piecewise")
-    if case == "one can not prepare a shape":
+    if case == "one cannot prepare a shape":
         assert one.sizes("piecewise") == [4, 16] and "another process" in one.refused[GraphKey("piecewise", 8)]
         assert "not on this one" in two.refused[GraphKey("piecewise", 8)]
     else:

@@ -110,7 +110,7 @@ def test_a_bad_message_is_refused_with_its_place(messages: Any, param: str, word
         ({"tools": [NOW], "template": SHOWS_TOOLS}, "tools", "does not show in which format the model calls tools"),
         ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "may not hold tools"),
         ({"chat_template": "{{ raise_exception('No system') }}"}, "messages", "chat template refuses the messages: No system"),
-        ({"chat_template": "{% endfoor %}"}, "chat_template", "Jinja can not read the model's chat template: Encountered unknown tag"),
+        ({"chat_template": "{% endfoor %}"}, "chat_template", "Jinja cannot read the model's chat template: Encountered unknown tag"),
         ({"chat_template": "{{ 1 | nofilter }}"}, "chat_template", "No filter named 'nofilter'. in line 1; give another"),
     ],
 )
@@ -133,7 +133,7 @@ def test_python_functions_are_tools() -> None:
 
     (tool,) = checked_tools([weather])
     assert tool.name == "weather" and tool.parameters["required"] == ["city"]
-    with pytest.raises(ChatError, match="can not be described"):
+    with pytest.raises(ChatError, match="cannot be described"):
         checked_tools([lambda x: x])
 
 
@@ -264,9 +264,9 @@ def test_the_tokenizers_own_response_template_reads_answers(
 def test_a_template_from_a_file_and_from_text(tmp_path: Any) -> None:
     (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
     assert read_template(str(tmp_path / "t.jinja")) == read_template("{{ messages[0].content }}")
-    with pytest.raises(ValueError, match=r"can not be read.*give a file, or a Jinja template"):
+    with pytest.raises(ValueError, match=r"cannot be read.*give a file, or a Jinja template"):
         read_template(str(tmp_path / "nothing"))
-    with pytest.raises(ValueError, match="Jinja can not read it"):
+    with pytest.raises(ValueError, match="Jinja cannot read it"):
         read_template("{% if %}")
 
 

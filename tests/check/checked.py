@@ -54,7 +54,7 @@ class Traced:
 
 
 class Hooked:
-    """A model whose attention is hooked, for those that can not be traced."""
+    """A model whose attention is hooked, for those that cannot be traced."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -22,7 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Wide enough for the blocks in which 4-bit weights are kept.
 WIDTHS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 16}
 BY_FAMILY: dict[str, dict[str, Any]] = {"bamba": {"mamba_d_head": 16}}  # its heads of state are as wide together as twice the model
-UNTRACEABLE = "can not be captured as one graph"
+UNTRACEABLE = "cannot be captured as one graph"
 PACKAGES = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors", "peft": "peft"}
 
 
@@ -34,7 +34,7 @@ def run(family: str, dtype: str, wrapper: str) -> dict[str, Any]:
     try:
         model = made(family, dtype, wrapper)
         model(input_ids=torch.arange(1, 7)[None])
-    except Exception as error:  # noqa: BLE001 - a wrapper that can not hold the model is a result
+    except Exception as error:  # noqa: BLE001 - a wrapper that cannot hold the model is a result
         return {"way": "", "alarm": "", "reason": f"the wrapped model itself fails: {type(error).__name__}: {first_sentence(str(error))}"}
     try:
         checked = opened(model)

@@ -126,7 +126,7 @@ def test_a_model_that_can_not_be_called_at_its_last_position_is_refused_in_words
             return logits
 
     model = Lies(10**6, SimpleNamespace(max_position_embeddings=256), positions=200)
-    with pytest.raises(UnsupportedError, match="can not run a token at position 255: IndexError: index out of range"):
+    with pytest.raises(UnsupportedError, match="cannot run a token at position 255: IndexError: index out of range"):
         ModelRunner(model, CompileOptions(inductor=False))
 
 

@@ -130,7 +130,7 @@ def test_a_port_in_use_is_found_before_the_model_loads(tmp_path: Path, capsys: p
         port = taken.getsockname()[1]
         assert main(["serve", "--model", str(tmp_path), "--port", str(port)]) == 2
     error = capsys.readouterr().err
-    assert f"can not listen on 127.0.0.1 port {port}" in error and "loading" not in error
+    assert f"cannot listen on 127.0.0.1 port {port}" in error and "loading" not in error
 
 
 def test_what_is_not_installed_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

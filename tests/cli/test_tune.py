@@ -154,7 +154,7 @@ def test_what_can_not_be_loaded_is_left_out(gpu: Machine, monkeypatch: pytest.Mo
     gpu.put("fa3", error=ImportError("undefined symbol"))
     Clock(monkeypatch, **FAST)
     assert main(["tune", "--dtype", "bfloat16"]) == 0
-    assert "without fa3: it fits, but can not be loaded: undefined symbol" in capsys.readouterr().out
+    assert "without fa3: it fits, but cannot be loaded: undefined symbol" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_what_can_not_be_loaded_is_left_out(gpu: Machine, monkeypatch: pytest.Mo
         (["--prefill", "1x9x8"], "--prefill '1x9x8' is no step"),
         (["--prefill", "8x64"], "--prefill '8x64' is no step"),
         (["--prefill", "1x0x8"], "--prefill '1x0x8' is no step"),
-        (["--device", "toaster"], "--device 'toaster' can not be tuned"),
+        (["--device", "toaster"], "--device 'toaster' cannot be tuned"),
         (["--device", "cuda"], "--device 'cuda': this machine shows 0 GPUs; a file for another GPU must be made on that one"),
         (["--device", "cuda:3"], "--device 'cuda:3': this machine shows 0 GPUs"),
         (["--min-ms", "0"], "--min-ms is 0"),

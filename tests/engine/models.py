@@ -166,9 +166,9 @@ def assert_idle(engine: Engine) -> None:
         check_invariants(engine.kv.tree)
         assert engine.kv.tree.locked_pages == 0
         cached = engine.kv.tree.num_pages
-    if engine.kv.state_slots is not None:
-        assert engine.kv.state_slots.num_held == engine.kv.num_snapshots
-        assert engine.kv.tree is None or engine.kv.num_snapshots == num_payloads(engine.kv.tree)
+    if engine.kv.states.allocator is not None:
+        assert engine.kv.states.allocator.num_held == engine.kv.states.num_snapshots
+        assert engine.kv.tree is None or engine.kv.states.num_snapshots == num_payloads(engine.kv.tree)
     allocator = engine.kv.allocator
     if not isinstance(allocator, GroupedAllocator):
         assert allocator.num_free + cached == engine.kv.num_usable

@@ -31,15 +31,15 @@ def expected(name: str) -> list[list[int]]:
 
 def poison_freed_slots(engine: Engine) -> list[int]:
     """From now on a slot, of a request or a snapshot, becomes NaN when it is freed; returns the list of those that were."""
-    assert engine.states is not None and engine.kv.state_slots is not None
-    states, freed, free = engine.states, list[int](), engine.kv.state_slots.free
+    assert engine.states is not None and engine.kv.states.allocator is not None
+    states, freed, free = engine.states, list[int](), engine.kv.states.allocator.free
 
     def poisoning(slot: int) -> None:
         free(slot)
         states.fill(float("nan"), slot)
         freed.append(slot)
 
-    engine.kv.state_slots.free = poisoning  # type: ignore[method-assign]
+    engine.kv.states.allocator.free = poisoning  # type: ignore[method-assign]
     states.fill(float("nan"))
     return freed
 
@@ -62,10 +62,10 @@ def test_same_tokens_as_generate_and_as_a_loop_without_cache(name: str, settings
         for run in ("first", "second"):
             got = llm.generate(PROMPTS, GREEDY)
             assert [c.token_ids for c in got] == expected(name), f"{name}, page size {page_size}, {run} run"
-            reused = run == "second" and llm.engine.kv.snapshots is not None
+            reused = run == "second" and llm.engine.kv.states.snapshots is not None
             kept = [(len(prompt) - 1) // page_size * page_size for prompt in PROMPTS]  # what the first run left behind
             assert [c.cached_tokens for c in got] == (kept if reused else [0] * 5)
-        assert (llm.engine.kv.snapshots is None) == (bool(settings) and name in NOT_IN_CHUNKS)
+        assert (llm.engine.kv.states.snapshots is None) == (bool(settings) and name in NOT_IN_CHUNKS)
         assert_idle(llm.engine)
 
 
@@ -83,7 +83,7 @@ def test_fewer_slots_than_requests() -> None:
     freed = poison_freed_slots(llm.engine)
     assert llm.engine.states is not None and llm.engine.states.num_slots == 1 + 2 + 3
     assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == expected(HYBRID)
-    assert freed and set(freed) <= {1, 2, 3, 4, 5} and llm.engine.kv.slots_in_use == 0
+    assert freed and set(freed) <= {1, 2, 3, 4, 5} and llm.engine.kv.states.num_in_use == 0
 
 
 def test_requests_wait_for_a_slot_where_memory_holds_fewer_than_max_requests() -> None:
@@ -175,14 +175,14 @@ def test_a_model_without_attention_has_pages_that_hold_nothing() -> None:
 
 def test_a_model_with_attention_alone_has_no_state() -> None:
     engine = make_engine()
-    assert engine.runner.recurrent == () and engine.states is None and engine.kv.state_slots is None and engine.kv.tree is not None
+    assert engine.runner.recurrent == () and engine.states is None and engine.kv.states.allocator is None and engine.kv.tree is not None
 
 
 @pytest.mark.parametrize(("name", "settings"), [(HYBRID, {"state_snapshots": 0}), ("mamba", OWN_FORWARD)])
 def test_without_snapshots_no_prefix_is_reused(caplog: pytest.LogCaptureFixture, name: str, settings: dict[str, Any]) -> None:
     with caplog.at_level("INFO", "paged_attn"):
         llm = make_llm(recurrent(name), **settings)
-    assert llm.engine.kv.tree is None and llm.engine.kv.snapshots is None
+    assert llm.engine.kv.tree is None and llm.engine.kv.states.snapshots is None
     assert llm.engine.states is not None and llm.engine.states.num_slots == llm.engine.config.max_requests + 1
     for _ in range(2):
         assert [(c.token_ids, c.cached_tokens) for c in llm.generate(PROMPTS[3:], GREEDY)] == [(t, 0) for t in expected(name)[3:]]

@@ -204,7 +204,7 @@ def test_every_backend_that_fits_gives_the_references_numbers(case: Case, lse: b
 
 
 def test_there_is_a_backend_of_ours_for_every_feature() -> None:
-    """So that skips above can not hide everything."""
+    """So that skips above cannot hide everything."""
     for feature in FEATURES:
         case = make(STEPS["mixed"], spec_of(feature, dim=64, layer=LAYER), dtype=BF16)
         assert not reasons_against("triton", problem_of(case, CUDA)), feature

@@ -198,7 +198,7 @@ def test_a_model_that_waits_is_left_uncaptured_with_its_reason() -> None:
         text = explain(llm)
         assert "no graph     piecewise 24" in text and "_local_scalar_dense" in text
         assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == expected
-    with pytest.raises(CaptureError, match="piecewise 24 can not be captured"):
+    with pytest.raises(CaptureError, match="piecewise 24 cannot be captured"):
         LLM(model, compile=False, **SETTINGS)
     assert torch.rand(3, device="cuda").isfinite().all()
 

@@ -116,5 +116,5 @@ def test_a_replay_does_not_wait(name: str, feature: str) -> None:
 
 
 def test_some_backend_captures() -> None:
-    """So that skips above can not hide everything."""
+    """So that skips above cannot hide everything."""
     assert "triton" in CAPTURING

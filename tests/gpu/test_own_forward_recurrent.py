@@ -25,7 +25,7 @@ def on_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
         from transformers.models.rwkv import modeling_rwkv
 
         def no_kernel(context_length: int) -> None:
-            raise ImportError("its kernel lies on the Hub, which can not be reached from here")
+            raise ImportError("its kernel lies on the Hub, which cannot be reached from here")
 
         monkeypatch.setattr(modeling_rwkv, "load_wkv_cuda_kernel", no_kernel)
     return copy.deepcopy(build(name)).to("cuda")
@@ -78,6 +78,6 @@ def test_a_layer_that_waits_is_found_while_it_is_recorded_and_leaves_pieces(full
     settings: dict[str, Any] = {"page_size": 4, "num_pages": 400, "max_requests": 3, "max_batch_tokens": 32, "inductor": False}
     with LLM(model, graph_decode_sizes=2, graph_extend_sizes=2, **settings) as llm:
         text = explain(llm)
-        assert re.search(r"no graph +full 3.*recurrent_layer_with_output.* can not be recorded", text), text
+        assert re.search(r"no graph +full 3.*recurrent_layer_with_output.* cannot be recorded", text), text
         done = llm.generate(PROMPTS[:3], SamplingParams(max_new_tokens=NEW - 2, ignore_eos=True))
         assert [each.token_ids for each in done] == [each[: NEW - 2] for each in tokens[:3]]

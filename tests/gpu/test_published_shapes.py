@@ -1,4 +1,4 @@
-"""Four layers at the published width of fifteen families: what tiny models can not show. See `published_shapes`.
+"""Four layers at the published width of fifteen families: what tiny models cannot show. See `published_shapes`.
 
 Each family has a process of its own: `pytest -n 5 tests/gpu/test_published_shapes.py`. With SHAPES_JSON=DIR the figures are kept there, and
 `python -m tests.gpu.shapes_table DIR` makes docs/published_shapes.md.

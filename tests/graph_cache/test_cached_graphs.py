@@ -356,7 +356,7 @@ def test_a_record_that_can_not_be_read_is_left(cache: Path, said: Callable[[int]
         node[2][1:4] = ["nobodys", "op", "default"]
 
     rewritten(path, other_op)
-    assert not is_found(mistral()) and "can not be used: " in said(logging.WARNING)
+    assert not is_found(mistral()) and "cannot be used: " in said(logging.WARNING)
     path.write_bytes(content)
 
 

@@ -1,4 +1,4 @@
-"""Two values have the same text exactly if code can not tell them apart; and the text is the same in every process."""
+"""Two values have the same text exactly if code cannot tell them apart; and the text is the same in every process."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_what_can_not_be_told_is_refused_or_named(value: Any) -> None:
 
 
 def test_engines_and_tensors_without_memory_are_named_and_not_read() -> None:
-    """A script's variables have them beside its model: an engine, and what is left of a closed one, whose memory can not be read."""
+    """A script's variables have them beside its model: an engine, and what is left of a closed one, whose memory cannot be read."""
     gone = torch.ones(8)
     gone.untyped_storage().resize_(0)
     layer = AttentionSpec(2, 1, 8, 8, 0.5)

@@ -234,7 +234,7 @@ class NoAttention(torch.nn.Module):
 
 
 def test_a_model_without_attention_is_told_that() -> None:
-    with pytest.raises(UnsupportedError, match="NoAttention can not run paged batches: the model has no attention that paged_attn can see"):
+    with pytest.raises(UnsupportedError, match="NoAttention cannot run paged batches: the model has no attention that paged_attn can see"):
         LLM(NoAttention())
 
 

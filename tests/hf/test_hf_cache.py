@@ -52,7 +52,7 @@ def _generate(model: Any, cache: Any, prompts: dict[str, Tensor], **keywords: An
 @pytest.mark.parametrize("name", MODELS)
 def test_every_mode_gives_the_tokens_of_a_dynamic_cache(name: str) -> None:
     model = build(name)
-    wide = {"sliding_window": 256} if name in ("gemma3_text", "mistral") else {}  # in 5.17 assistants can not leave their windows
+    wide = {"sliding_window": 256} if name in ("gemma3_text", "mistral") else {}  # in 5.17 assistants cannot leave their windows
     assistant = build(name, **{"n_layer" if name == "gpt2" else "num_hidden_layers": 2}, **wide)
     assistant.load_state_dict(model.state_dict(), strict=False)
     ONE_ROW["assisted"]["assistant_model"] = assistant

@@ -81,7 +81,7 @@ def test_every_mode_gives_generates_own_tokens(name: str) -> None:
     models = pair(name)
     for keywords in MODES.values():
         assert_same_on_pages(models, _prompts(), **keywords)
-    wide = {"sliding_window": 256} if name in ("gemma3_text", "mistral") else {}  # in 5.17 assistants can not leave their windows
+    wide = {"sliding_window": 256} if name in ("gemma3_text", "mistral") else {}  # in 5.17 assistants cannot leave their windows
     assistant = build(name, **{"n_layer" if name == "gpt2" else "num_hidden_layers": 2}, **wide)
     for more in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}, {**SAMPLE, "assistant_model": assistant}):
         assert_same_on_pages(models, _prompts((0,)), **more)
@@ -268,7 +268,7 @@ def test_a_cache_of_pages_is_refused_where_it_can_not_be_followed() -> None:
     with torch.no_grad():
         with pytest.raises(UnsupportedError, match="the model was called as it is written"):
             plain(input_ids=token, **{CACHE_NAME: cache})
-        with pytest.raises(UnsupportedError, match="can not run on pages: it has output_attentions"):
+        with pytest.raises(UnsupportedError, match="cannot run on pages: it has output_attentions"):
             compiled(input_ids=token, **{CACHE_NAME: cache}, output_attentions=True)
         with pytest.raises(UnsupportedError, match="or its position_ids do not count on"):
             compiled(input_ids=token, **{CACHE_NAME: cache}, position_ids=torch.tensor([[3]]))

@@ -149,5 +149,5 @@ def test_mask_functions_are_proved(family: MaskFamily) -> None:
     ],
 )
 def test_other_mask_functions_are_refused(function) -> None:
-    with pytest.raises(UnsupportedError, match="a mask that the model builds: its attention mask can not be proved"):
+    with pytest.raises(UnsupportedError, match="a mask that the model builds: its attention mask cannot be proved"):
         prove_mask_function(function)

@@ -1,4 +1,4 @@
-"""Which rule a module has, in the words of each transformers; what can not be shared out; no processes."""
+"""Which rule a module has, in the words of each transformers; what cannot be shared out; no processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_tokens_that_would_be_sent_are_refused() -> None:
 
 
 def test_experts_that_can_not_be_shared_out() -> None:
-    with pytest.raises(UnsupportedError, match=r"experts\.gate_up_proj holds 4 experts, which 3 ranks can not share evenly"):
+    with pytest.raises(UnsupportedError, match=r"experts\.gate_up_proj holds 4 experts, which 3 ranks cannot share evenly"):
         shard._refuse_uneven_experts(build("qwen3_moe"), 3)
     with pytest.raises(UnsupportedError, match="LlamaForCausalLM has no expert-parallel plan"):
         shard._refuse_uneven_experts(build("llama"), 2)

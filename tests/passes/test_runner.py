@@ -175,7 +175,7 @@ def test_a_model_without_positions_is_paged_and_asks_for_none() -> None:
 
 
 class CountsItself(Toy):
-    """What is made from row numbers can not be proved here, but the model might be called with positions."""
+    """What is made from row numbers cannot be proved here, but the model might be called with positions."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         return super().forward(input_ids, torch.arange(input_ids.shape[1]).flip(0)[None])

@@ -92,7 +92,7 @@ def test_a_layer_that_can_not_run_without_a_cache_says_so(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(layers[0].module, "forward", needs_a_cache)
     (layer, *_) = with_ops(layers[:1])
-    assert layer.why_no_ops.startswith("it can not be called without a cache: AttributeError: 'NoneType' object has no attribute 'layers'")
+    assert layer.why_no_ops.startswith("it cannot be called without a cache: AttributeError: 'NoneType' object has no attribute 'layers'")
 
 
 def test_what_another_thread_runs_meanwhile_is_as_it_was() -> None:

@@ -243,7 +243,7 @@ def test_a_model_that_can_not_be_loaded_ends_the_server_with_its_error(error: Ba
 
 
 def test_an_engine_that_does_not_recover_ends_the_server() -> None:
-    """As one over several ranks, which can not go on apart."""
+    """As one over several ranks, which cannot go on apart."""
 
     def make() -> Any:
         engine = make_engine(tokenizer=chat_tokenizer())

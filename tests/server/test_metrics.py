@@ -52,7 +52,7 @@ def test_snapshots_of_recurrent_state_and_what_was_computed_for_want_of_one() ->
         found = samples(running)
         assert found["cached_prompt_tokens_total", ()] == 24, "the second one saw where they part, and kept the state for the third"
         assert found["stateless_prompt_tokens_total", ()] == 24
-        assert found["state_snapshots", ()] == running.engine.kv.num_snapshots == 4  # where each ends, and where they part
+        assert found["state_snapshots", ()] == running.engine.kv.states.num_snapshots == 4  # where each ends, and where they part
         assert running.engine.states is not None
         assert found["state_snapshot_bytes", ()] == 4 * running.engine.states.slot_bytes
         slots = [found["state_slots", (("state", state),)] for state in ("used", "cached", "free")]

@@ -69,7 +69,7 @@ BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"
         (ROME, None, [("weather", {"city": "Rome"})]),
         (f"Let me see. {ROME} {NOW}", "Let me see.", [("weather", {"city": "Rome"}), ("now", {})]),
         ("It is warm.", "It is warm.", []),
-        (ROME.replace("Rome", "\\ud83d"), None, [("weather", {"city": "\ud83d"})]),  # half an emoji, which UTF-8 can not carry
+        (ROME.replace("Rome", "\\ud83d"), None, [("weather", {"city": "\ud83d"})]),  # half an emoji, which UTF-8 cannot carry
         (ROME.replace("weather", "\\ud83d"), ROME.replace("weather", "\\ud83d"), []),
         ("<tool_call>{bad}</tool_call>", "<tool_call>{bad}</tool_call>", []),
         (f"{NOW}<tool_call>{{bad", "<tool_call>{bad", [("now", {})]),
@@ -223,7 +223,7 @@ def test_each_of_several_answers_has_its_own_calls(tooled: Running) -> None:
         ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "tool_choice", "beside regex"),
         ({"tools": TOOLS, "tool_choice": "required", "json_schema": {}}, "tool_choice", "beside json_schema"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"}, "tools",
-         "can not be enforced"),
+         "cannot be enforced"),
         ({"functions": [1]}, "functions", "give tools"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt", "give one of them"),
         ({"tool_choice": "required"}, "tool_choice", "without tools"),

@@ -126,7 +126,7 @@ def assert_closed(engine: Engine) -> None:
     assert not engine.requests and not engine.scheduler.running and not engine.scheduler.waiting
     assert engine.kv.allocator.num_free == engine.kv.num_usable, "pages are held after close()"
     assert engine.kv.tree is None or engine.kv.tree.num_pages == 0
-    slots = engine.kv.state_slots
+    slots = engine.kv.states.allocator
     assert slots is None or not slots._held, f"slots {slots._held} are held after close()"
     if (graphs := engine.steps.graphs) is not None:
         assert not graphs.captured and not graphs.recorder.tapes, "graphs are left after close()"  # type: ignore[attr-defined]

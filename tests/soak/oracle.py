@@ -1,4 +1,4 @@
-"""What the unmodified model says to one prompt alone, through its own `generate`, and how far rounding can not change it."""
+"""What the unmodified model says to one prompt alone, through its own `generate`, and how far rounding cannot change it."""
 
 from __future__ import annotations
 

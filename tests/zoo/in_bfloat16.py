@@ -24,7 +24,7 @@ def in_bfloat16(model: nn.Module, sequences: Sequence[Sequence[int]], decoded: i
         sequences: token ids; the logits of the last `decoded` and of the one before are compared.
 
     Returns:
-        `result`: ok; further; refused; or no oracle, where the model can not be called so, or gives NaN, in bfloat16 by itself. `ours` and
+        `result`: ok; further; refused; or no oracle, where the model cannot be called so, or gives NaN, in bfloat16 by itself. `ours` and
         `theirs`: the median error of a row. `reason`.
     """
     with torch.no_grad():

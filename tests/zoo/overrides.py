@@ -1,4 +1,4 @@
-"""What `shrink` can not guess from a name, by model type; `default` holds what the type's config needs to be made at all."""
+"""What `shrink` cannot guess from a name, by model type; `default` holds what the type's config needs to be made at all."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 MEANING = {
     "ok": "every token of every run equals the unmodified model's own greedy tokens",
     "ambiguous": "the model disagrees with itself (`generate` and calls without a cache); the reason says which one we match",
-    "refused": "`UnsupportedError`: paged_attn says what it can not run, and runs nothing",
+    "refused": "`UnsupportedError`: paged_attn says what it cannot run, and runs nothing",
     "wrong": "other tokens than the unmodified model",
     "crash": "an error that is no refusal",
     "timeout": "no answer in time",

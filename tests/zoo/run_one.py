@@ -107,7 +107,7 @@ def run(model_type: str, changes: Mapping[str, Any] = NO_CHANGES) -> dict[str, A
         model = build(model_type, **{name: value for name, value in changes.items() if name != ATTENTION})
         if ATTENTION in changes:
             model.set_attn_implementation(changes[ATTENTION])
-    except Exception as error:  # noqa: BLE001 - reported: a type that can not be built is a result
+    except Exception as error:  # noqa: BLE001 - reported: a type that cannot be built is a result
         return report | {"result": "no_oracle", "reason": f"no tiny config: {type(error).__name__}: {first_sentence(str(error))[:200]}"}
     report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     report["modules"] = report["features"] = module_features(model)

@@ -36,7 +36,7 @@ class DecodeOnlyBackend(StoringBackend):
 
     @abstractmethod
     def check_pool(self, pool: KVPool) -> None:
-        """Raises UnsupportedError for one that the kernels can not read."""
+        """Raises UnsupportedError for one that the kernels cannot read."""
 
     def check_once(self, pool: KVPool) -> None:
         """`check_pool`, at the first step of each pool."""

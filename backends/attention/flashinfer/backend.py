@@ -100,7 +100,7 @@ class FlashInferBackend(StoringBackend):
         """Plan every kind of layer of the pool, for every part of the batch; latents of steps that extend when they are asked for.
 
         Raises:
-            UnsupportedError: a layer or a pool that FlashInfer can not run.
+            UnsupportedError: a layer or a pool that FlashInfer cannot run.
         """
         plan = Plan(batch, pool, self.kinds(pool), parts_of(batch), self.planner(pool))
         for part in range(len(plan.parts)):

@@ -74,7 +74,7 @@ class GraphDecode(StoringBackend):
         """Fill the buffers for this step.
 
         Raises:
-            UnsupportedError: a batch that the graph can not hold, or another pool than that of the first plan.
+            UnsupportedError: a batch that the graph cannot hold, or another pool than that of the first plan.
         """
         self._check(batch, pool)
         if self.buffers is None:

@@ -56,7 +56,7 @@ class Kind:
         }
         if found := [what for what, present in wrong.items() if present]:
             raise UnsupportedError(
-                f"flashinfer can not run {spec.module or 'a layer'} ({spec.describe()}): no kernel for {', '.join(found)}; "
+                f"flashinfer cannot run {spec.module or 'a layer'} ({spec.describe()}): no kernel for {', '.join(found)}; "
                 "take backend='auto', or name another one"
             )
         return cls(
@@ -93,7 +93,7 @@ def kinds_of(pool: KVPool) -> PoolKinds:
     """Look at every layer of a pool.
 
     Raises:
-        UnsupportedError: a layer that FlashInfer does not run, or a pool whose pages it can not read.
+        UnsupportedError: a layer that FlashInfer does not run, or a pool whose pages it cannot read.
     """
     found: dict[Kind, int] = {}
     of_layer: list[int | None] = []

@@ -77,7 +77,7 @@ class Cascade:
 
 
 def writable(output: Tensor, dtype: torch.dtype, any_strides: bool = False) -> Tensor:
-    """The output, or a new tensor where a kernel that gives `dtype` can not write there: most take it for contiguous, without a check."""
+    """The output, or a new tensor where a kernel that gives `dtype` cannot write there: most take it for contiguous, without a check."""
     fits = output.dtype == dtype and is_vectored(output) and (any_strides or output.is_contiguous())
     return output if fits else torch.empty(output.shape, dtype=dtype, device=output.device)
 

@@ -62,7 +62,7 @@ class TrtllmMhaBackend(TrtllmBackend):
             announce("XQA", *words, *["window"] * (spec.sliding_window is not None))
 
     def plan_in_graph(self, plan: WorkspacePlan) -> None:
-        """Copy the page table if XQA can not read it in place; a copy made in `plan` would be stale when a graph is replayed."""
+        """Copy the page table if XQA cannot read it in place; a copy made in `plan` would be stale when a graph is replayed."""
         plan.page_table = plan.batch.page_table.contiguous()
 
     def forward_decode(self, plan: WorkspacePlan, call: AttentionCall) -> None:
@@ -101,5 +101,5 @@ def _check_call(spec: AttentionSpec, call: AttentionCall, pool: KVPool) -> None:
     }
     if found := [what for what, present in wrong.items() if present]:
         raise UnsupportedError(
-            f"trtllm_mha can not run layer {call.layer_id} ({spec.describe()}): no {', no '.join(found)}; take another backend"
+            f"trtllm_mha cannot run layer {call.layer_id} ({spec.describe()}): no {', no '.join(found)}; take another backend"
         )

@@ -52,7 +52,7 @@ class FlexBackend(StoringBackend):
              Feature.LSE, Feature.UNEQUAL_DIMS}
         ),
         head_dims=Span(16, 256),
-        note="flex_attention, compiled on a GPU; gathers keys and values from their pages for each layer, because its kernels can not "
+        note="flex_attention, compiled on a GPU; gathers keys and values from their pages for each layer, because its kernels cannot "
         "read a large pool in place; sinks are applied after the kernel; on a CPU it runs uncompiled, to check results",
     )  # fmt: skip
 

@@ -60,7 +60,7 @@ class Entry:
     device: str | None = None
 
     def missing(self, device: str) -> str | None:
-        """Why it can not run here and what to do, or None."""
+        """Why it cannot run here and what to do, or None."""
         if importlib.util.find_spec(self.package) is None:
             return f"not installed; {self.install}"
         if self.device is not None and not device.startswith(self.device):

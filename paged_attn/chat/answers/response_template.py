@@ -15,7 +15,7 @@ UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
 
 
 class TemplateReader:
-    """By `tokenizer.get_response_parser`. A call that it can not read is told as content, and so is all that follows it.
+    """By `tokenizer.get_response_parser`. A call that it cannot read is told as content, and so is all that follows it.
 
     Args:
         prefix: the prompt, which may hold the beginning of the answer.
@@ -23,7 +23,7 @@ class TemplateReader:
         most: so many calls are told as such at most.
 
     Raises:
-        ValueError: the response template can not be read.
+        ValueError: the response template cannot be read.
     """
 
     def __init__(self, tokenizer: Any, prefix: str, tools: Sequence[Tool], most: int | None) -> None:

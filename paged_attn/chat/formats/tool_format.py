@@ -84,7 +84,7 @@ class ToolFormat:
         Args:
             ended: nothing follows the text.
 
-        Returns None if that can not be told yet; never when it has ended.
+        Returns None if that cannot be told yet; never when it has ended.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""A later token must move no earlier row: otherwise a model can not be generated from token by token."""
+"""A later token must move no earlier row: otherwise a model cannot be generated from token by token."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def check_later_tokens(original: Original, truth: Truth, noise: Noise, settings:
     raise UnsupportedError(
         f"self-check failed: changing the last of {len(prompt)} tokens moves token {first.row + 1} in "
         f"{original.module_of(first.name)} by {first.error:.2g} of its size (allowed {first.limit:.2g}), so that the model is not "
-        "causal there; it can not be generated from token by token."
+        "causal there; it cannot be generated from token by token."
     )

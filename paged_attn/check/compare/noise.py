@@ -88,5 +88,5 @@ class Noise:
                 raise UnsupportedError(
                     f"self-check failed: {count} tokens give other numbers in {where} when {more} more follow them, "
                     f"off by {typical(rows):.2g} of their size (allowed {allowed:.2g}). A later token moves earlier ones, so that the "
-                    "model can not be generated from token by token."
+                    "model cannot be generated from token by token."
                 )

@@ -18,7 +18,7 @@ def compare_ragged(served: Served, truth: Truth, noise: Noise) -> list[Suspect]:
     """Run the steps of the probe prompts, each value between two pieces replaced by the truth once it has been compared.
 
     Raises:
-        UnsupportedError: the rewritten graph can not run such a batch, or no backend can.
+        UnsupportedError: the rewritten graph cannot run such a batch, or no backend can.
     """
     steps = Steps(served.specs, truth.prompts, served.kv_dtype, served.recurrent, served.settings, truth.others)
     found: list[Suspect] = []

@@ -26,7 +26,7 @@ VisitBoundary = Callable[[Boundary, Tensor], Tensor]
 
 def must_run(what: str, on: str) -> AbstractContextManager[None]:
     """For calling a graph: one that breaks at another length than the traced one was specialised to that length."""
-    failed = f"self-check failed: {what} can not run {on}"
+    failed = f"self-check failed: {what} cannot run {on}"
     return model_code(lambda why: UnsupportedError(f"{failed}: {why}. The model's code depends on the length."))
 
 

@@ -79,7 +79,7 @@ class TracedOriginal(Original):
 
     def attention(self, truth: Truth, layer: LayerReport, chosen: Tensor, _: dict[str, Tensor]) -> Tensor | str:
         """[T, heads, v_dim] of a layer's own operations, mask and all, on these rows [T] of the longest probe prompt as one
-        sequence; or why that can not be computed."""
+        sequence; or why that cannot be computed."""
         name = layer.original_node
         if not layer.operands or not all(truth.has_rows(each.name) for each in layer.operands) or name not in truth.names:
             return "its operands are no rows of the graph"

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _session(args: argparse.Namespace) -> Session:
-    """The flags, checked. Raises ValueError for those that can not be meant."""
+    """The flags, checked. Raises ValueError for those that cannot be meant."""
     names = peers(args.compare)
     options = {OURS: asdict(engine_config(args)), **_peer_options(args.option, names)}
     for flag, low in (("repeat", 1), ("max_seconds", 0), ("timeout", 1)):
@@ -79,7 +79,7 @@ def _session(args: argparse.Namespace) -> Session:
             raise ValueError(f"--{flag.replace('_', '-')} is {getattr(args, flag):g}; allowed are values of at least {low}")
     for target in (args.json, args.chart):
         if target is not None and not Path(target).absolute().parent.is_dir():
-            raise ValueError(f"{target!r} can not be written: there is no folder {str(Path(target).absolute().parent)!r}; make it first")
+            raise ValueError(f"{target!r} cannot be written: there is no folder {str(Path(target).absolute().parent)!r}; make it first")
     if args.save_weights and args.model is not None:
         raise ValueError("--save-weights is for random weights; a checkpoint has its own on disk already")
     if args.layers is not None and args.model is not None:

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """Until standard input ends. Answers go to stdout, all else to stderr.
 
     Raises:
-        ValueError: a setting out of range, or a model that can not be loaded or can not chat.
+        ValueError: a setting out of range, or a model that cannot be loaded or cannot chat.
     """
     params, config = sampling_params(args), engine_config(args)
     print(f"loading {args.model}", file=sys.stderr, flush=True)

@@ -174,7 +174,7 @@ def _device(text: str | None) -> torch.device:
     if text is None:
         return default_device()
     if re.fullmatch(r"cpu|cuda(:\d+)?", text) is None:
-        raise ValueError(f"--device {text!r} can not be tuned; allowed are cpu, cuda and cuda:N")
+        raise ValueError(f"--device {text!r} cannot be tuned; allowed are cpu, cuda and cuda:N")
     device = torch.device(text)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= count:
@@ -218,7 +218,7 @@ def _backends(required: Requirements, asked: Sequence[str] | None) -> tuple[dict
         try:
             made[name] = backend_class(name)(deterministic=required.deterministic)
         except (ImportError, OSError) as error:
-            left_out[name] = f"it fits, but can not be loaded: {error}"
+            left_out[name] = f"it fits, but cannot be loaded: {error}"
     if not made or (asked and left_out):
         reasons = "\n".join(f"  {name}: {why}" for name, why in left_out.items())
         raise UnsupportedError(f"{'not every backend asked for' if asked else 'no backend'} can be timed here:\n{reasons}")

@@ -18,7 +18,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.shown import shown
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-ALONE = "Alone it may be served as part of the model: LLM(peft_model), and with compile=False if that can not be traced"
+ALONE = "Alone it may be served as part of the model: LLM(peft_model), and with compile=False if that cannot be traced"
 _READ = ("peft_type", "r", "lora_alpha", "alpha_pattern", "use_rslora", "bias", "init_lora_weights")
 # What has done its work when the weights are there, or is for training.
 _WITHOUT_EFFECT = frozenset({
@@ -89,7 +89,7 @@ def _weights(folder: Path) -> Any:
     try:
         return load_file(found) if found.name == WEIGHTS else torch.load(found, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{shown(str(found))} can not be read ({shown(str(error))}); copy or save the adapter anew") from error
+        raise ValueError(f"{shown(str(found))} cannot be read ({shown(str(error))}); copy or save the adapter anew") from error
 
 
 def _from_model(model: Any, name: str) -> Adapter:

@@ -24,7 +24,7 @@ from paged_attn.engine.requests.request_rows import RequestRows
 
 IDS_PER_FRAME = 8  # of models all of whose layers give back: a page may have no frame any more
 SLACK = 32  # one of so many pages is freed at least, so that the next few steps need not look for more
-UNDER_WAY = 2  # tokens by which `num_cached` may be ahead of what the host knows
+MAX_UNCONFIRMED = 2  # tokens by which `num_cached` may be ahead of what the host knows
 
 
 def num_page_ids(groups: Sequence[LayerGroup], num_frames: int) -> int:
@@ -120,7 +120,7 @@ class GroupedKVManager(KVManager):
             return 0
         pages, with_state = self.tree.peek(request.tokens, request.prefix_key, request.num_reusable)
         can_start = self._can_start_after(pages)
-        ends = can_start.nonzero()[0].tolist() if self.snapshots is None else [end for end in with_state if can_start[end]]
+        ends = can_start.nonzero()[0].tolist() if self.states.snapshots is None else [end for end in with_state if can_start[end]]
         return max(ends, default=0) * self.page_size
 
     def _can_start_after(self, pages: Sequence[int]) -> NDArray[np.bool_]:
@@ -217,7 +217,7 @@ class GroupedKVManager(KVManager):
             pages, cached = request.rows.pages[request.row, : request.num_pages], request.num_cached
             needed[pages[first(cached) // size :]] = True
             if to_start:  # where it would go on if it ended now, and where others may leave what it computes
-                last = max(cached - UNDER_WAY, 0) // size * size
+                last = max(cached - MAX_UNCONFIRMED, 0) // size * size
                 for point in {last, left_tree} if request.num_validated < left_tree else {last}:
                     needed[pages[first(point) // size : point // size]] = True
         if to_start and self.tree is not None:

@@ -1,4 +1,4 @@
-"""Whether a model, unmodified, gives a token the same logits whatever comes after it: one that does not can not be served in batches."""
+"""Whether a model, unmodified, gives a token the same logits whatever comes after it: one that does not cannot be served in batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refuse_both_directions(layers: Sequence[AttentionSpec]) -> None:
     if acausal := [spec.module for spec in layers if not spec.causal]:
         raise UnsupportedError(
             f"{acausal[0] or 'the model'} attends in both directions, so that a later token would change earlier ones: "
-            "this model can not generate token by token"
+            "this model cannot generate token by token"
         )
 
 

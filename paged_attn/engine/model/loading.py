@@ -48,7 +48,7 @@ def load_model(
         task: as `checkpoint_task` says: which head is read.
 
     Raises:
-        ValueError: nothing loadable is there; the message holds transformers' own words. Or it can not be sharded.
+        ValueError: nothing loadable is there; the message holds transformers' own words. Or it cannot be sharded.
         UnsupportedError: what is there continues no text.
     """
     if options.expert_parallel and not sharded:
@@ -63,7 +63,7 @@ def load_model(
         model.eval()
         shown.update()
         shown.set_postfix_str(f"to {device}")
-        if options.quantization_config is None:  # else it lies there already, and some kinds can not be moved
+        if options.quantization_config is None:  # else it lies there already, and some kinds cannot be moved
             torch.nn.Module.to(model, device)
         shown.update()
         shown.set_postfix_str("tokenizer")

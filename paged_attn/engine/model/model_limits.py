@@ -97,7 +97,7 @@ class ModelLimits:
         )
 
     def check_biases(self, biases: Iterable[tuple[int, float]]) -> None:
-        """Raises ValueError for a token id that this model can not choose."""
+        """Raises ValueError for a token id that this model cannot choose."""
         limit = self.vocab_size if self.num_logits is None else self.num_logits
         for token, _ in biases:
             if limit is not None and token >= limit:

@@ -55,7 +55,7 @@ def check_output(model: nn.Module, may_pick_rows: bool = True) -> TokenIds:
     tables = set[int]()
     with as_served(model), left_as_it_was(model) as changes:
         _note_lookups(model, ids, tables)
-        with model_code(lambda why: UnsupportedError(f"{name} itself can not be called on {len(ids)} token ids: {why}")):
+        with model_code(lambda why: UnsupportedError(f"{name} itself cannot be called on {len(ids)} token ids: {why}")):
             output = model(**inputs)
     for path, (was, came) in changes.modules.items():
         raise UnsupportedError(

@@ -41,7 +41,7 @@ class Head:
         self.padding_id: int | None = padding
         self._is_single = padding is None  # transformers' own heads then refuse batches
         name = type(model).__name__
-        with model_code(lambda why: UnsupportedError(f"{name}: its head can not be run on hidden states alone: {why}")):
+        with model_code(lambda why: UnsupportedError(f"{name}: its head cannot be run on hidden states alone: {why}")):
             self.pooling = self._find_pooling(model, body)
 
     def __call__(self, rows: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class ModelRunner:
         probe: with which backend and pages the self-check runs.
 
     Raises:
-        UnsupportedError: the model can not be captured as one graph, has an attention that can not be proved, or the self-check
+        UnsupportedError: the model cannot be captured as one graph, has an attention that cannot be proved, or the self-check
             against the model itself fails.
     """
 
@@ -196,7 +196,7 @@ class ModelRunner:
         traced, args = args, bind_merged(args, self.compiled.merges)
         self.compiled.recurrent = self.recurrent
         if self.compiled.split is None:
-            raise UnsupportedError(f"{type(self.model).__name__} can not run paged batches: {self.compiled.rewrite.not_paged}")
+            raise UnsupportedError(f"{type(self.model).__name__} cannot run paged batches: {self.compiled.rewrite.not_paged}")
         if not isinstance(self.model, Body):
             refuse_both_directions(self.compiled.specs)
         self.inputs = GraphInputs(self.compiled.roles, args)
@@ -214,7 +214,7 @@ class ModelRunner:
 
     def logits_alone(self, prompt: Tensor, positions: bool = False) -> Tensor:
         """Logits [T, vocabulary] of a prompt [T] by the unmodified model, called as its users call it, or with position_ids 0, 1, ..."""
-        what = f"{type(self.model).__name__} itself can not be called on {len(prompt)} token ids"
+        what = f"{type(self.model).__name__} itself cannot be called on {len(prompt)} token ids"
         with model_code(lambda why: UnsupportedError(f"{what}: {why}")):
             return rows_of_logits(self.model, prompt, positions)
 

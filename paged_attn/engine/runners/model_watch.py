@@ -1,4 +1,4 @@
-"""A live engine notices what changed in its model: it follows numbers written in place, and names what it can not follow."""
+"""A live engine notices what changed in its model: it follows numbers written in place, and names what it cannot follow."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class Scheduler:
             urgency = self.waiting.urgency
             if urgency is None or (above is not None and urgency >= above):
                 return
-            has_room = len(self.running) < self.config.max_requests and self.kv.can_admit
+            has_room = len(self.running) < self.config.max_requests and self.kv.states.can_admit
             if not has_room and self.running.last.priority <= urgency:
                 return
             request = self.waiting.next()
@@ -230,7 +230,7 @@ class Scheduler:
         count = self._count(request, plan)
         reserved = self.kv.reserve(request, request.num_cached + count)
         assert reserved, f"{count} tokens of {request.id!r} found no pages, though all of its tokens fitted"
-        self.kv.take_state_slot(request)
+        self.kv.states.take_slot(request)
         waited = self.waiting.take(request)
         if waited is not None:
             self.stats.count_admission(waited, len(request.tokens), request.num_cached, request.tokens_without_state)
@@ -250,14 +250,14 @@ class Scheduler:
         return less_urgent[: 1 + bisect_left(fewer, short, key=lambda count: self.kv.gain(less_urgent[:count]))]
 
     def _preempt_for(self, request: Request, victims: Sequence[Request], plan: StepPlan, drained: bool) -> bool:
-        """Preempt them; False, and none is, if there are none, or it can not be now."""
+        """Preempt them; False, and none is, if there are none, or it cannot be now."""
         if not victims:
             self._blocked, self._looks_since = (request, self.kv.version), 0
             return False
         if not drained:
             self.wants_drain = True
             return False
-        with self.kv.leaving_no_states(victims):  # which would take the places that they give
+        with self.kv.states.leaving_none(victims):  # which would take the places that they give
             for victim in victims:
                 plan.drop(victim)
                 self.preempt(victim)

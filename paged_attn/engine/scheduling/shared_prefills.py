@@ -40,7 +40,7 @@ class SharedPrefills:
         holder = self._holders.get(key) if key is not None else None
         if holder is None or holder.priority > request.priority or self._times.get(request, 0) >= MAX_WAITS or self._is_shared(holder):
             return None
-        return holder if self._kv.snapshots is None or self._will_keep_state_for(request, holder) else None
+        return holder if self._kv.states.snapshots is None or self._will_keep_state_for(request, holder) else None
 
     def hold(self, request: Request, holder: Request) -> None:
         """Note that a request waits."""

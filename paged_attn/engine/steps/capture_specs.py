@@ -37,7 +37,7 @@ class CaptureSettings:
     max_requests, max_rows: the largest decode step and the most rows of any step.
     decode_sizes, extend_sizes: how many sizes of each there shall be.
     budget_bytes: device memory for all graphs.
-    strict: a shape that can not be captured is an error.
+    strict: a shape that cannot be captured is an error.
     verify: compare every replay with the model uncaptured.
     one_row: a step of one request is captured as one row, and not padded to two.
     """
@@ -101,7 +101,7 @@ class CaptureSpecs:
         if not self.settings.full:
             return "not asked for"
         if self.backend.graph_support() is GraphSupport.NEVER:
-            return f"{self.backend.name}{' in deterministic mode' * self.backend.deterministic} can not be captured"
+            return f"{self.backend.name}{' in deterministic mode' * self.backend.deterministic} cannot be captured"
         between = [layer for layer in self.runner.recurrent if not layer.in_graphs]
         if between:
             first = between[0]
@@ -111,7 +111,7 @@ class CaptureSpecs:
         return ""
 
     def full_keys(self) -> list[GraphKey]:
-        """Shapes of whole decode steps in the order of their capture; none if they can not be captured."""
+        """Shapes of whole decode steps in the order of their capture; none if they cannot be captured."""
         if self.why_not_full:
             return []
         return [

@@ -54,7 +54,7 @@ def check_one_row(served: Served, pool: KVPool, backend: AttentionBackend) -> No
     two pieces, what every attention gives, and the logits. Where a router may choose otherwise, some of the tries agree.
 
     Raises:
-        CaptureError: something differs in every try, or one row can not be run.
+        CaptureError: something differs in every try, or one row cannot be run.
     """
     least: dict[str, float] = {}
     for tokens in TOKENS:
@@ -88,7 +88,7 @@ def _errors(served: Served, pool: KVPool, backend: AttentionBackend, tokens: tup
     if states is not None:
         states.pool.copy(1, 2)  # each of the two steps advances its own
     in_two = _run(served, pool, backend, states, second, StepShape(MIN_ROWS, MIN_ROWS, MIN_ROWS), keep)
-    with model_code(lambda why: CaptureError(f"one row can not be run: {why}")):  # whatever compiled code meets in such a size
+    with model_code(lambda why: CaptureError(f"one row cannot be run: {why}")):  # whatever compiled code meets in such a size
         alone = _run(served, pool, backend, states, second._replace(state_slot=2), StepShape(1, 1, 1), compare)
     errors[LOGITS.removeprefix("the ")] = worst(row_errors(in_two[:1], alone[:1]))
     return errors

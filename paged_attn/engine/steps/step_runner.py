@@ -237,6 +237,6 @@ class StepRunner:
         if not error <= limit:
             raise CaptureError(
                 f"verify: the graph {step.captured.key} gave logits that are off by {error:.2g} of their size (allowed {limit:g}) for a "
-                f"step of {step.batch.num_tokens} tokens; something in the model changed since the capture, or can not be captured. "
+                f"step of {step.batch.num_tokens} tokens; something in the model changed since the capture, or cannot be captured. "
                 "Set graphs='off' and please report it."
             )

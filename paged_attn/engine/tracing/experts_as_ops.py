@@ -40,7 +40,7 @@ def experts_as_ops(model: nn.Module, backend: str = "auto") -> Iterator[int]:
 
     Raises:
         ValueError: `backend` is unknown.
-        UnsupportedError: it can not compute a layer of this model.
+        UnsupportedError: it cannot compute a layer of this model.
     """
     with ExitStack() as undo:
         proved: dict[tuple[Any, ...], ProvedExperts | None] = {}

@@ -199,5 +199,5 @@ class MovableWeights:
             single = all(self._owners[id(weight)] == 1 for weight in column)
             if not single or not (lie_in_a_row(column) or all(self._memory.is_own(weight) for weight in column)):
                 shape = list(column[0].shape)
-                return f"the weights {shape} of its experts can not be moved into one tensor: somebody else has their memory, too"
+                return f"the weights {shape} of its experts cannot be moved into one tensor: somebody else has their memory, too"
         return ""

@@ -25,7 +25,7 @@ def for_all_tokens(gm: fx.GraphModule) -> None:
     """Rewrite the trace of a call of token ids [1, T], whose one output is the logits, in place.
 
     Raises:
-        UnsupportedError: the row of the last token is not taken in one place, or what is made of it can not be made of all rows.
+        UnsupportedError: the row of the last token is not taken in one place, or what is made of it cannot be made of all rows.
     """
     logits: Any = gm.graph.output_node().args[0]
     (logits,) = logits
@@ -84,7 +84,7 @@ def _evaluate(node: Any) -> None:
         with enable_python_dispatcher():
             value = getattr(args[0], node.target)(*args[1:], **kwargs) if node.op == "call_method" else node.target(*args, **kwargs)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise _refusal(f"{node.name} can not be made of all rows ({type(error).__name__}: {error})") from error
+        raise _refusal(f"{node.name} cannot be made of all rows ({type(error).__name__}: {error})") from error
     node.meta["example_value"] = value
 
 

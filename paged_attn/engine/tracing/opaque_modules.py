@@ -1,4 +1,4 @@
-"""Modules that torch.compile can not trace, as one op each while the rest of the model is captured.
+"""Modules that torch.compile cannot trace, as one op each while the rest of the model is captured.
 
 A mixture of experts that loops over the experts that got a token has no one graph. Where the trace fails inside the forward of a
 submodule on a number that only the data knows, all modules of that class become `module_with_output` and the trace is tried again.
@@ -104,7 +104,7 @@ def _watch(model: nn.Module, classes: Mapping[type[nn.Module], str], inputs: Cal
         if not all(isinstance(value, Tensor) for value in given) or not alike:
             line = next(line for kind, line in classes.items() if isinstance(module, kind))
             raise NotTraced(
-                f"{type(module).__name__} can not be traced, as it branches on a number in a tensor{line}, and it can not "
+                f"{type(module).__name__} cannot be traced, as it branches on a number in a tensor{line}, and it cannot "
                 f"be called as one op: it is given {', '.join(type(v).__name__ for v in given)} and returns {type(output).__name__}; known "
                 "are tensors, and an output that is shaped like one of them. A branch that always goes one way (on a buffer) can be "
                 "decided in __init__."
@@ -119,7 +119,7 @@ def _watch(model: nn.Module, classes: Mapping[type[nn.Module], str], inputs: Cal
             model(**inputs(length))
     several = [type(module).__name__ for module, calls in seen.items() if len(calls) > 1]
     if several:
-        raise NotTraced(f"{several[0]} can not be traced, and is called in several ways, so that it can not be called as one op.")
+        raise NotTraced(f"{several[0]} cannot be traced, and is called in several ways, so that it cannot be called as one op.")
     return {module: next(iter(calls)) for module, calls in seen.items()}
 
 

@@ -143,6 +143,6 @@ def _size_rule(op: OpOverload, index: int, calls: Sequence[tuple[list[Tensor], T
 
 def _refused(op: OpOverload, why: str) -> NotTraced:
     return NotTraced(
-        f"the custom op {op._schema.name} has no fake implementation, and its shapes can not be read off its calls: it {why}. Say what it "
+        f"the custom op {op._schema.name} has no fake implementation, and its shapes cannot be read off its calls: it {why}. Say what it "
         f'gives: @torch.library.register_fake("{op._schema.name}").'
     )

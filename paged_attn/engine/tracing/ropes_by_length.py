@@ -160,7 +160,7 @@ def _computes_the_same(module: nn.Module, inner: Callable[..., Any], kind: str |
             theirs = copy.deepcopy(module)(x, positions, **more)  # it keeps frequencies from call to call
             got = ours(x, positions, **more)
         except MODEL_ERRORS as error:
-            logger.info("%s can not be called by itself: %s", type(module).__name__, error)
+            logger.info("%s cannot be called by itself: %s", type(module).__name__, error)
             return False
         pairs = [(theirs, got)] if isinstance(theirs, Tensor) else list(zip(theirs, got, strict=True))
         if not all(one.shape[-2] == length and torch.equal(one, other) for one, other in pairs):

@@ -30,7 +30,7 @@ def not_traced(model: nn.Module, failure: Exception) -> NotTraced:
         )
     else:
         why = f"; torch.compile says:\n{failure}\n"
-    return NotTraced(f"{name} can not be captured as one graph, which serving needs{why}")
+    return NotTraced(f"{name} cannot be captured as one graph, which serving needs{why}")
 
 
 def lacks_fake(failure: BaseException | None) -> bool:

@@ -66,7 +66,7 @@ def trace_model(
         on_all: modules that run on all tokens of a request.
 
     Raises:
-        UnsupportedError: no single graph, an attention that can not be proved, or a forward that needs more than tokens and positions.
+        UnsupportedError: no single graph, an attention that cannot be proved, or a forward that needs more than tokens and positions.
     """
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
     try:
@@ -117,7 +117,7 @@ def _capture_with_opaque_modules(
                 continue
             if fails_in(blocks.values(), refusal.__cause__):
                 logger.warning(
-                    "%s stay as they are: what they compute around their experts can not be traced: %s", ", ".join(blocks), refusal
+                    "%s stay as they are: what they compute around their experts cannot be traced: %s", ", ".join(blocks), refusal
                 )
                 loops = False
                 continue
@@ -131,7 +131,7 @@ def _capture_with_opaque_modules(
 def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: bool) -> tuple[CompiledGraph, list[Any]]:
     """A trace that holds for short calls only (a model that builds no mask below its window) is made again beyond that length.
 
-    A model that can not run beyond it has no more positions (it asserts that, or slices a table), and its short trace is all there is.
+    A model that cannot run beyond it has no more positions (it asserts that, or slices a table), and its short trace is all there is.
     """
     length, limited, layers = TRACE_TOKENS, False, _alike(model, positions)
     best: tuple[CompiledGraph, list[Any]] | None = None  # holds as far as a table of the model goes

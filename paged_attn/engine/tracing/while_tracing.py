@@ -35,7 +35,7 @@ def no_collections() -> Iterator[None]:
 def plain_buffers(model: nn.Module) -> Iterator[None]:
     """Within the block, buffers made with `torch.nn.Buffer` are ordinary tensors of the same memory; afterwards they are themselves again.
 
-    Dynamo (2.13) can not trace a forward that assigns such a buffer to its own name (`self.table = self.table.to(x.device)`).
+    Dynamo (2.13) cannot trace a forward that assigns such a buffer to its own name (`self.table = self.table.to(x.device)`).
     """
     buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     replaced = [entry for entry in buffers if getattr(entry[2], "_is_buffer", False)]
@@ -77,7 +77,7 @@ def messages() -> set[Callable[..., Any]]:
 
 @contextmanager
 def no_metrics_log() -> Iterator[None]:
-    """Inside, Dynamo says nothing of the metrics that it can not write down. Trap: torch 2.11 sorts every set of its settings for them, and
+    """Inside, Dynamo says nothing of the metrics that it cannot write down. Trap: torch 2.11 sorts every set of its settings for them, and
     prints a traceback for one of functions, such as `messages`."""
     logger = logging.getLogger("torch._dynamo.metrics_context")
     before, logger.disabled = logger.disabled, True

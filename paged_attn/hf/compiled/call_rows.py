@@ -27,7 +27,7 @@ class CallRows(NamedTuple):
 
 
 def why_not(model: nn.Module, given: dict[str, Any]) -> str:
-    """Why a call with these keywords can not be a step of an engine; "" if it can, as far as the keywords tell."""
+    """Why a call with these keywords cannot be a step of an engine; "" if it can, as far as the keywords tell."""
     if torch.is_grad_enabled() or model.training:
         return "gradients are on, or the model is in training mode"
     if autocasts():

@@ -102,7 +102,7 @@ class PagedCalls:
         return not getattr(cache, "_is_user_defined", False) and generate_frame(self.model) is not None
 
     def _rows(self, args: tuple[Any, ...], given: dict[str, Any], length: int, padding: Lengths | None) -> CallRows | str:
-        """What a call gives each row, or why it can not run on pages."""
+        """What a call gives each row, or why it cannot run on pages."""
         reason = "it has inputs without a name" if args else why_not(self.model, given)
         return reason or call_rows(given, length, padding)
 
@@ -134,7 +134,7 @@ class PagedCalls:
         called = self._rows(args, given, cache.length, cache.padding)
         if isinstance(called, str):
             raise UnsupportedError(
-                f"a call with a cache of model.compile(backend='paged_attn') can not run on pages: {called}. Give generate a cache of its "
+                f"a call with a cache of model.compile(backend='paged_attn') cannot run on pages: {called}. Give generate a cache of its "
                 "own, with which it runs as written: a DynamicCache(config=model.config), or a paged_attn.PagedCache(model)"
             )
         with self._lock:

@@ -19,7 +19,7 @@ def settings_of(processors: Sequence[Any], samples: bool, paddings: Sequence[int
     """SamplingParams' own settings that do what the first and the last processors do, and the processors between them.
 
     The sampler's order is: repetition penalty, processors, temperature, top-k, top-p, min-p. What stands in another order, or is set as
-    the sampler can not, stays a processor.
+    the sampler cannot, stays a processor.
     """
     rest, settings = list(processors), dict[str, Any]({"temperature": 1.0} if samples else {})
     if rest and type(rest[0]) is kinds.RepetitionPenaltyLogitsProcessor and _ignores_padding(rest[0], paddings):

@@ -46,7 +46,7 @@ def with_ops(layers: Sequence[RecurrentLayer], backend: str = "auto") -> tuple[R
 
     Raises:
         ValueError: an unknown backend.
-        UnsupportedError: the backend can not compute one of these ops, gives other numbers, or knows none of them.
+        UnsupportedError: the backend cannot compute one of these ops, gives other numbers, or knows none of them.
     """
     if backend != "auto":
         scans_backend(backend)
@@ -108,7 +108,7 @@ def _proved(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
 
 
 def _not_without_cache(why: str) -> NoOpFits:
-    return NoOpFits(f"it can not be called without a cache: {why}")
+    return NoOpFits(f"it cannot be called without a cache: {why}")
 
 
 def _selected(layer: RecurrentLayer, ops: Sequence[str], states: Sequence[StateSpec], backend: str) -> tuple[ScanSelection, ...]:

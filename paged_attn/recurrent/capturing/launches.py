@@ -16,7 +16,7 @@ _CONSTANTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 
 
 class NotCapturable(RuntimeError):
-    """Why a graph can not hold a call, in words that go on from "it"."""
+    """Why a graph cannot hold a call, in words that go on from "it"."""
 
 
 class Launches(TorchDispatchMode):

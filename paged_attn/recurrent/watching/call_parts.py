@@ -23,7 +23,7 @@ def layer_of(
     """The layer that a module is, not yet verified, by its calls on LONG and, `earlier`, on SHORT tokens.
 
     Raises:
-        UnsupportedError: it can not be run by itself.
+        UnsupportedError: it cannot be run by itself.
     """
     operands, (outputs, length, dtype) = _operands(call, earlier), _outputs(call)
     return RecurrentLayer(
@@ -68,7 +68,7 @@ def _outputs(call: Call) -> tuple[tuple[Output, ...], int, torch.dtype]:
 
 
 def refused(where: str, why: str) -> UnsupportedError:
-    """The error of a layer that can not be run by itself."""
+    """The error of a layer that cannot be run by itself."""
     return UnsupportedError(
-        f"{where} keeps recurrent state, and paged_attn can not run it one request at a time: {why}. Nothing was generated."
+        f"{where} keeps recurrent state, and paged_attn cannot run it one request at a time: {why}. Nothing was generated."
     )

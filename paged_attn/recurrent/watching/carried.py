@@ -54,7 +54,7 @@ def carried_layers(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]])
     """The innermost modules that change all of their state themselves, in execution order, not yet verified.
 
     Raises:
-        UnsupportedError: one that can not be run by itself; the message names it and why.
+        UnsupportedError: one that cannot be run by itself; the message names it and why.
     """
     short, long = (_cells(model, {**inputs_of(length), "use_cache": True}) for length in (SHORT, LONG))
     earlier = {cell.key: cell for cell in short}

@@ -167,7 +167,7 @@ async def _checked(params: SamplingParams, engine: Engine, state: ServerState, c
 
 
 def _not_enforced(error: ValueError) -> ApiError:
-    return ApiError(400, f"tools: calls can not be enforced with these parameters: {error}", param="tools")
+    return ApiError(400, f"tools: calls cannot be enforced with these parameters: {error}", param="tools")
 
 
 def _ready(request: Request, body: Body) -> tuple[ServerState, Engine, Texts]:

@@ -41,7 +41,7 @@ class ErrorReply(BaseModel):
 
 
 _DESCRIPTIONS: dict[int | str, str] = {
-    400: "the request can not be served as it is; the message says what to change", 401: "no API key, or an unknown one",
+    400: "the request cannot be served as it is; the message says what to change", 401: "no API key, or an unknown one",
     404: "no such model or request", 405: "another method", 408: "the body was too slow",
     409: "requests use what was to go", 413: "the body is too large", 415: "the body is compressed",
     429: "too many requests; see Retry-After", 499: "the request was cancelled by its id",
@@ -78,7 +78,7 @@ class ApiError(Exception):
             headers["WWW-Authenticate"] = "Bearer"
         if self.status == 504:
             headers["x-should-retry"] = "false"  # OpenAI's clients would send it twice more
-        # ASCII: a message may quote a lone surrogate, which UTF-8 can not carry.
+        # ASCII: a message may quote a lone surrogate, which UTF-8 cannot carry.
         return Response(json.dumps(self.payload()), self.status, headers, "application/json")
 
 

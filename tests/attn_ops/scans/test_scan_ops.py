@@ -1,4 +1,4 @@
-"""The ops on slots of state: they write their output alone, split graphs, may be in full ones, and refuse what they can not know."""
+"""The ops on slots of state: they write their output alone, split graphs, may be in full ones, and refuse what they cannot know."""
 
 from __future__ import annotations
 

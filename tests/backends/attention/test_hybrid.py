@@ -112,9 +112,9 @@ def test_one_that_does_not_serve_its_phase_is_refused():
     both = fake("both")()
     prefill, decode = (fake(str(phases), dataclasses.replace(PLAIN, phases=phases))() for phases in (EXTEND, DECODE))
     assert hybrid_of(prefill, decode).decode is decode
-    with pytest.raises(UnsupportedError, match="can not serve prefill: its capabilities lack extend"):
+    with pytest.raises(UnsupportedError, match="cannot serve prefill: its capabilities lack extend"):
         hybrid_of(decode, both)
-    with pytest.raises(UnsupportedError, match="can not serve decode: its capabilities lack decode"):
+    with pytest.raises(UnsupportedError, match="cannot serve decode: its capabilities lack decode"):
         hybrid_of(both, prefill)
 
 

@@ -223,7 +223,7 @@ def test_a_named_one_goes_over_what_computes_the_rest(packages: None) -> None:
     ],
 )
 def test_what_is_asked_for_and_does_not_fit_is_refused(packages: None, name: str, change: dict[str, Any], words: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"scans_backend='{name}' can not compute gated_delta_rule with .*: .*{words}"):
+    with pytest.raises(UnsupportedError, match=f"scans_backend='{name}' cannot compute gated_delta_rule with .*: .*{words}"):
         select_scan(name, dataclasses.replace(HOPPER, **change))
 
 

@@ -119,7 +119,7 @@ def test_a_module_that_can_not_be_imported_has_a_row(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(matrix, "backend_names", lambda: ["acme"])
     monkeypatch.setattr(matrix, "backend_class", load)
     (row,) = matrix_rows()
-    assert (row.backend, row.here, row.devices) == ("acme", "no: its module can not be imported: no module acme", "")
+    assert (row.backend, row.here, row.devices) == ("acme", "no: its module cannot be imported: no module acme", "")
     assert "acme" in matrix_text() and "| acme |" in matrix_markdown()
 
 

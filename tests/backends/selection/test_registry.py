@@ -106,7 +106,7 @@ def test_its_code_is_loaded_only_when_asked_for(install):
 
 def test_code_that_can_not_be_imported_is_a_reason_like_any_other(install):
     install(*OURS, EntryPoint("broken", "no_such_module_anywhere:B", GROUP))
-    why = "its module can not be imported: No module named 'no_such_module_anywhere'"
+    why = "its module cannot be imported: No module named 'no_such_module_anywhere'"
     with pytest.raises(UnsupportedError, match=f"  broken: {why}\n"):
         select_for_pool("broken", make([(0, 2)]).pool)
     with pytest.raises(UnsupportedError, match=f"  broken: {why}\n"):
@@ -143,19 +143,19 @@ def test_a_name_that_somebody_has_can_not_be_registered(install, name):
 @pytest.mark.parametrize("name", ["", "auto", "acme,fa3", " acme"])
 def test_a_name_that_means_something_else_can_not_be_registered(install, name):
     install(*OURS)
-    with pytest.raises(ValueError, match=f"an attention backend can not be called '{name}'"):
+    with pytest.raises(ValueError, match=f"an attention backend cannot be called '{name}'"):
         register_backend(name, type("Mine", (ReferenceBackend,), {"name": name}))
 
 
 def test_what_is_no_backend_can_not_be_registered(install):
     install(*OURS)
     half = type("Half", (AttentionBackend,), {"name": "half", "plan": lambda self, batch, pool: None})
-    with pytest.raises(TypeError, match=r"Half can not be registered as 'half'; it lacks forward_decode, .*write_kv, capabilities"):
+    with pytest.raises(TypeError, match=r"Half cannot be registered as 'half'; it lacks forward_decode, .*write_kv, capabilities"):
         register_backend("half", half)
     for wrong in (dict, ThirdParty(), None):
-        with pytest.raises(TypeError, match="can not be registered as 'acme'; allowed is a class derived from AttentionBackend"):
+        with pytest.raises(TypeError, match="cannot be registered as 'acme'; allowed is a class derived from AttentionBackend"):
             register_backend("acme", wrong)
-    with pytest.raises(ValueError, match="ThirdParty can not be registered as 'other'; its own name, which reports show, is 'acme'"):
+    with pytest.raises(ValueError, match="ThirdParty cannot be registered as 'other'; its own name, which reports show, is 'acme'"):
         register_backend("other", ThirdParty)
     assert backend_names() == [*BUILT_IN, *UNSUPPORTED]
 

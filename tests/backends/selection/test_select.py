@@ -260,9 +260,9 @@ def test_what_is_installed_but_can_not_be_loaded_is_left_out_with_a_warning(mach
     with caplog.at_level(logging.WARNING, logger="paged_attn"):
         selection = machine.take()
     assert selection.backend.name == "triton"
-    assert selection.rejected["fa3"] == f"it fits, but can not be loaded: {error}"
-    assert [r.getMessage() for r in caplog.records] == [f"an attention backend is left out: fa3: it fits, but can not be loaded: {error}"]
-    with pytest.raises(UnsupportedError, match=f"  fa3: it fits, but can not be loaded: {error}"):
+    assert selection.rejected["fa3"] == f"it fits, but cannot be loaded: {error}"
+    assert [r.getMessage() for r in caplog.records] == [f"an attention backend is left out: fa3: it fits, but cannot be loaded: {error}"]
+    with pytest.raises(UnsupportedError, match=f"  fa3: it fits, but cannot be loaded: {error}"):
         machine.take("fa3")
 
 
@@ -271,7 +271,7 @@ def test_one_of_two_can_not_be_loaded(machine: Machine):
     machine.put("trtllm_mha", phases=frozenset({"decode"}))
     machine.put("flashinfer", error=ImportError("gone"))
     assert machine.take().backend.name == "triton,trtllm_mha"
-    with pytest.raises(UnsupportedError, match="  flashinfer: it fits, but can not be loaded: gone"):
+    with pytest.raises(UnsupportedError, match="  flashinfer: it fits, but cannot be loaded: gone"):
         machine.take("flashinfer,trtllm_mha")
 
 

@@ -121,7 +121,7 @@ def file_of_times(**phases: object) -> str:
 def test_a_file_that_can_not_be_read_says_which_and_what_to_do(path: Path, text: str, caplog):
     path.parent.mkdir()
     path.write_text(text)
-    with pytest.raises(UnsupportedError, match=rf"{path} can not be read as measurements .*; delete it, .* or set PAGED_ATTN_TUNED=none"):
+    with pytest.raises(UnsupportedError, match=rf"{path} cannot be read as measurements .*; delete it, .* or set PAGED_ATTN_TUNED=none"):
         tuned_order([PROBLEM], GPU)
     mine = entry({"triton": 1.0}, {"triton": 1.0})
     write_entry(path, GPU, mine)
@@ -302,7 +302,7 @@ def test_a_name_is_taken_whatever_was_measured(path: Path, machine: Machine, mon
     path.write_text("not JSON")
     machine.put("flashinfer", head_dims=OneOf({128}))
     assert machine.take("flashinfer").backend.name == "flashinfer"
-    with pytest.raises(UnsupportedError, match="can not be read"):
+    with pytest.raises(UnsupportedError, match="cannot be read"):
         machine.take()
 
 

@@ -70,12 +70,12 @@ def test_it_is_in_no_order(name):
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_making_one_says_why_and_what_to_use(name):
-    with pytest.raises(UnsupportedError, match=rf"attention backend '{name}' \(for .*\) is known but can not run: this project .*: use .*"):
+    with pytest.raises(UnsupportedError, match=rf"attention backend '{name}' \(for .*\) is known but cannot run: this project .*: use .*"):
         backend_class(name)()
     bare = object.__new__(backend_class(name))
     for call in (lambda: bare.plan(None, None), lambda: bare.write_kv(None, None), lambda: bare.forward_extend(None, None),
                  lambda: bare.forward_decode(None, None)):  # fmt: skip
-        with pytest.raises(UnsupportedError, match="is known but can not run"):
+        with pytest.raises(UnsupportedError, match="is known but cannot run"):
             call()
 
 

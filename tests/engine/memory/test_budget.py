@@ -45,7 +45,7 @@ def divided(memory: float, slot: int, token: int = 64, longest: int | None = Non
 def test_whatever_length_requests_have_half_as_many_run_as_with_a_division_made_for_it(
     slot: int, token: int, longest: int, requests: int
 ) -> None:
-    """And none of the memory is in pages that these slots can not fill, or in slots for which there is no page."""
+    """And none of the memory is in pages that these slots cannot fill, or in slots for which there is no page."""
     slot *= 64
     memory = requests * (slot + token * longest) // 4
     budget = divided(memory, slot, token, longest)
@@ -210,7 +210,7 @@ def test_kept_states_have_what_is_free_and_give_way(overlap: bool) -> None:
     for prompt in prompts:
         engine.add_request(prompt, SamplingParams(max_new_tokens=2))
         run_all(engine)
-    assert engine.kv.num_snapshots == 11 and engine.kv.slots_in_use == 0
+    assert engine.kv.states.num_snapshots == 11 and engine.kv.states.num_in_use == 0
     asked = [[*prompt, 7] for prompt in prompts[::-1]]
     requests = [engine.add_request(prompt, SamplingParams(max_new_tokens=6)) for prompt in asked]
     assert most_running(engine) == 12
@@ -226,10 +226,14 @@ def test_who_finds_no_slot_but_that_of_its_own_beginning_runs_in_it() -> None:
     run_all(engine)
     first = engine.add_request(stem[:4], SamplingParams(max_new_tokens=40))
     engine.step()
-    assert (engine.kv.num_snapshots, engine.kv.slots_in_use) == (1, 1) and engine.kv.can_admit
+    assert (engine.kv.states.num_snapshots, engine.kv.states.num_in_use) == (1, 1) and engine.kv.states.can_admit
     second = engine.add_request(stem + tail, SamplingParams(max_new_tokens=4))
     engine.step()
-    assert (engine.kv.num_snapshots, engine.kv.slots_in_use, second.cached_tokens) == (0, 2, 36) and not engine.kv.can_admit
+    assert (engine.kv.states.num_snapshots, engine.kv.states.num_in_use, second.cached_tokens) == (
+        0,
+        2,
+        36,
+    ) and not engine.kv.states.can_admit
     assert memory_lines(engine)[1].split() == "2 states of requests, 0 of kept prefixes, 0 slots free now".split()
     run_all(engine)
     assert second.output_token_ids == oracle(stem + tail, 4, recurrent("lfm2"))

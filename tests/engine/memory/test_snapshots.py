@@ -122,7 +122,7 @@ def test_a_long_prompt_is_one_step_and_leaves_states_at_regular_distances(name: 
     for cut in (7, 9, 22, 35, 39):
         assert ask(engine, STEM[:cut] + OTHER, name=name).cached_tokens == (cut // 8 * 8 if cut < 36 else 36)
     assert engine.stats.steps == 6 * NEW, "no prompt takes two"
-    assert engine.kv.snapshots is not None and engine.kv.num_snapshots == len(kept_at(engine)) > 20
+    assert engine.kv.states.snapshots is not None and engine.kv.states.num_snapshots == len(kept_at(engine)) > 20
     assert_idle(engine)
 
 
@@ -254,7 +254,7 @@ def test_scarcity_of_any_kind_leaves_the_tokens_as_they_are(name: str, settings:
         assert [c.token_ids for c in llm.generate(prompts, GREEDY)] == [oracle(prompt, NEW, model) for prompt in prompts]
     assert llm.engine.stats.cached_tokens > 0 or settings == {"state_snapshots": 1}, "one is always another's by then"
     assert_nothing_left(llm)
-    assert llm.engine.kv.snapshots is not None and llm.engine.kv.snapshots.num_attached == 0
+    assert llm.engine.kv.states.snapshots is not None and llm.engine.kv.states.snapshots.num_attached == 0
 
 
 def test_evicted_pages_take_their_snapshots_along() -> None:

@@ -48,7 +48,7 @@ class StateOwnership(RuleBasedStateMachine):
         state_snapshots.MIN_FORK, state_snapshots.SHARE = min_fork, share
         self.kv = KVManager(14, page_size, True, state_slots, self.pool, interval)
         self.requests: list[Request] = []
-        self.kv.state_slots.free = self.poisoning(self.kv.state_slots.free)
+        self.kv.states.allocator.free = self.poisoning(self.kv.states.allocator.free)
 
     def poisoning(self, free: Any) -> Any:
         def poisoned(slot: int) -> None:
@@ -60,7 +60,7 @@ class StateOwnership(RuleBasedStateMachine):
     def pick(self, data: st.DataObject) -> Request:
         return self.requests[data.draw(st.integers(0, len(self.requests) - 1))]
 
-    @precondition(lambda self: self.kv.can_admit)
+    @precondition(lambda self: self.kv.states.can_admit)
     @rule(tokens=st.lists(st.integers(1, 2), min_size=1, max_size=12), namespace=st.sampled_from([None, "a"]), fits=st.booleans())
     def admit(self, tokens: list[int], namespace: Any, fits: bool) -> None:
         request = request_of(tokens, namespace)
@@ -70,7 +70,7 @@ class StateOwnership(RuleBasedStateMachine):
         if not fits:
             self.kv.release(request, share=False)
             return
-        self.kv.take_state_slot(request)
+        self.kv.states.take_slot(request)
         self.requests.append(request)
 
     @precondition(lambda self: self.requests)
@@ -81,7 +81,7 @@ class StateOwnership(RuleBasedStateMachine):
         end = start + count
         if not self.kv.reserve(request, end):
             return
-        checkpoints = self.kv.take_checkpoints([request], [count]).get(0, [])
+        checkpoints = self.kv.states.take_checkpoints([request], [count]).get(0, [])
         self.values[request.state_slot] = state_of(request.tokens[:end], request.namespace)
         if outcome == "raises":
             for kept in checkpoints:
@@ -94,7 +94,7 @@ class StateOwnership(RuleBasedStateMachine):
             assert 0 < kept.tokens < count
             self.values[kept.slot] = state_of(request.tokens[: start + kept.tokens], request.namespace)
         request.num_cached = end
-        self.kv.keep_states([request])
+        self.kv.states.keep([request])
         if end < len(request.tokens):
             return
         if outcome == "NaN":
@@ -141,14 +141,14 @@ class StateOwnership(RuleBasedStateMachine):
         check_invariants(self.kv.tree)
         pending = [slot for request in self.requests for slot in (*request.snapshots.values(), *request.taken_slots.values())]
         attached = [node.payload for node, _ in self.nodes() if node.payload is not None]
-        assert len(set(pending)) == len(pending) and set(pending) == self.kv.snapshots.taken
+        assert len(set(pending)) == len(pending) and set(pending) == self.kv.states.snapshots.taken
         owned = [*pending, *attached, *(request.state_slot for request in self.requests)]
-        assert len(set(owned)) == len(owned) and set(owned) == self.kv.state_slots._held
+        assert len(set(owned)) == len(owned) and set(owned) == self.kv.states.allocator._held
         assert len(pending) + len(attached) <= self.most
-        assert sorted(attached) == sorted([*self.kv.snapshots._spare, *self.kv.snapshots._used])
-        assert len(attached) == self.kv.snapshots.num_attached
+        assert sorted(attached) == sorted([*self.kv.states.snapshots._spare, *self.kv.states.snapshots._used])
+        assert len(attached) == self.kv.states.snapshots.num_attached
         assert all(0 < slot < self.pool.num_slots for slot in owned)
-        assert self.requests or self.kv.can_admit, "somebody can always run"
+        assert self.requests or self.kv.states.can_admit, "somebody can always run"
 
     def nodes(self) -> list[tuple[RadixNode, list[int]]]:
         found = [(root, []) for root in self.kv.tree._roots.values()]
@@ -162,7 +162,7 @@ class StateOwnership(RuleBasedStateMachine):
             self.kv.release(request, share=False)
         self.kv.tree.clear()
         assert self.kv.allocator.num_free == self.kv.num_usable
-        assert self.kv.snapshots.num_attached == 0 and not self.kv.state_slots._held and not self.kv.snapshots.taken
+        assert self.kv.states.snapshots.num_attached == 0 and not self.kv.states.allocator._held and not self.kv.states.snapshots.taken
 
 
 TestStateOwnership = StateOwnership.TestCase

@@ -103,7 +103,7 @@ class Failing(Returning):
     "error", [AttributeError("no such table"), UnboundLocalError("weights"), KeyError("method"), ZeroDivisionError("zero")]
 )
 def test_a_model_that_can_not_be_called_itself_is_named(error: Exception) -> None:
-    with pytest.raises(UnsupportedError, match=f"Failing itself can not be called on 5 token ids: {type(error).__name__}: "):
+    with pytest.raises(UnsupportedError, match=f"Failing itself cannot be called on 5 token ids: {type(error).__name__}: "):
         LLM(Failing(error).eval(), num_pages=20)
 
 

@@ -62,6 +62,6 @@ class Plain(nn.Module):
 @pytest.mark.parametrize("start", [0, 40])
 def test_what_is_compared(start: int) -> None:
     refuse_acausal(Plain(), start, 96, "")
-    refuse_acausal(Plain(mixed=1.0, longest=start + 20), start, 96, "")  # it can not be called on so many
+    refuse_acausal(Plain(mixed=1.0, longest=start + 20), start, 96, "")  # it cannot be called on so many
     with pytest.raises(UnsupportedError, match=rf"Plain itself is not causal: in a call of {start + max(24, start)} tokens .*: it means"):
         refuse_acausal(Plain(mixed=1.0), start, 96, "it means")

@@ -1,4 +1,4 @@
-"""What is said of a device, a dtype or a pool that there can not be, before weights are read; and where the package's own model lies."""
+"""What is said of a device, a dtype or a pool that there cannot be, before weights are read; and where the package's own model lies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_pool_for_which_a_cpu_has_no_memory(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(build_runtime, "KVPool", no_memory)
     with pytest.raises(
-        ValueError, match=r"64 pages of 16 tokens of KV can not be allocated on cpu; lower kv_memory_gib or num_pages.*Default"
+        ValueError, match=r"64 pages of 16 tokens of KV cannot be allocated on cpu; lower kv_memory_gib or num_pages.*Default"
     ):
         LLM(DEMO, num_pages=64, layer_groups=False)
 

@@ -201,7 +201,7 @@ def _everything(model: nn.Module) -> dict[str, Any]:
 def test_flags_are_restored_when_the_capture_fails() -> None:
     model = Branching().train()
     model.head.eval()
-    with pytest.raises(UnsupportedError, match="Branching can not be captured as one graph"):
+    with pytest.raises(UnsupportedError, match="Branching cannot be captured as one graph"):
         ModelRunner(model, CompileOptions())
     assert model.training and model.qkv.training and not model.head.training
 
@@ -211,7 +211,7 @@ def test_flags_are_restored_when_the_capture_fails() -> None:
     [
         (build_short("qwen3").to("meta"), r"the model lies on \['meta'\].*one device"),
         (nn.Module(), "the model lies on no device"),
-        (Positionless(), "Positionless can not run paged batches: the model has no attention that paged_attn can see"),
+        (Positionless(), "Positionless cannot run paged batches: the model has no attention that paged_attn can see"),
         (Attention(causal=False), "attends in both directions"),
     ],
 )

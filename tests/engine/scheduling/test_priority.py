@@ -83,7 +83,7 @@ def test_the_state_of_a_victim_gives_its_slot() -> None:
     def step() -> None:
         scheduled = each(scheduler.schedule())
         launch(scheduled)
-        kv.keep_states([s.request for s in scheduled])
+        kv.states.keep([s.request for s in scheduled])
         for request in (s.request for s in scheduled if s.samples):
             collect(request)
             if request.num_sampled == 1 or request.snapshots:

@@ -65,8 +65,8 @@ class World:
             state_slots = StateSlots(1 + total, min(snapshots, total), rng.randrange(min(snapshots, total - 1) + 1))
             self.states = FakeStates(state_slots.total)
         self.kv = self.make_kv(num_pages, state_slots)
-        if self.kv.state_slots is not None:
-            self.kv.state_slots.free = self._forgetting(self.kv.state_slots.free)  # type: ignore[method-assign]
+        if self.kv.states.allocator is not None:
+            self.kv.states.allocator.free = self._forgetting(self.kv.states.allocator.free)  # type: ignore[method-assign]
         self.scheduler = Scheduler(self.config, self.kv)
         self.requests: dict[str, Request] = {}
         self.flights: deque[list[Part]] = deque()
@@ -134,7 +134,7 @@ class World:
         self._check_step(scheduled)
         self._check_that_none_is_forgotten(scheduled)
         requests = [s.request for s in scheduled]
-        checkpoints = self.kv.take_checkpoints(requests, [s.count for s in scheduled]) if self.states is not None else {}
+        checkpoints = self.kv.states.take_checkpoints(requests, [s.count for s in scheduled]) if self.states is not None else {}
         if fails:
             for kept in itertools.chain(*checkpoints.values()):
                 self.states.values[kept.slot] = None  # type: ignore[union-attr]
@@ -150,7 +150,7 @@ class World:
             for tokens, slot in kept:
                 self.states.values[slot] = self.prefixes[requests[index]][requests[index].num_cached + tokens - 1]  # type: ignore[union-attr]
         self.flights.append([self._compute(s) for s in scheduled])
-        self.kv.keep_states(requests)
+        self.kv.states.keep(requests)
         return True
 
     def _compute(self, scheduled: Scheduled) -> Part:
@@ -226,7 +226,7 @@ class World:
         if not self.config.prefix_cache and scheduler.waiting.urgency is not None and not scheduler.wants_drain and not is_full:
             request = scheduler.waiting.next()
             assert request is not None
-            fits = self.kv.can_admit and self.kv.shortfall(request) <= 0
+            fits = self.kv.states.can_admit and self.kv.shortfall(request) <= 0
             self.passed_over = (request, self.passed_over[1] + 1) if fits and self.passed_over[0] is request else (request, int(fits))
             assert self.passed_over[1] <= (self.page_size if self.kv.frees_as_it_runs else 0), f"{request.id} fits, and waits"
 
@@ -246,14 +246,14 @@ class World:
             check_invariants(kv.tree)
             assert not any(self.slots[slot] in self.bad for slot in self.slots_of(kv.tree._owned)), "NaN is in the prefix cache"
             assert kv.tree.locked_pages == len({page for r in running for page in r.pages[: r.num_locked // self.page_size]})
-        if kv.state_slots is not None:
+        if kv.states.allocator is not None:
             taken = [slot for r in running for slot in (*r.snapshots.values(), *r.taken_slots.values())]
             kept = [] if kv.tree is None else [node.payload for node, _ in kv.tree.nodes() if node.payload is not None]
             owned = [*taken, *kept, *(r.state_slot for r in running)]
-            assert len(set(owned)) == len(owned) and set(owned) == kv.state_slots._held, "a slot has one owner"
-            assert kv.slots_in_use == len(taken) + len(running)
-            if kv.snapshots is not None:
-                assert set(taken) == kv.snapshots.taken and kv.num_snapshots == len(kept)
+            assert len(set(owned)) == len(owned) and set(owned) == kv.states.allocator._held, "a slot has one owner"
+            assert kv.states.num_in_use == len(taken) + len(running)
+            if kv.states.snapshots is not None:
+                assert set(taken) == kv.states.snapshots.taken and kv.states.num_snapshots == len(kept)
         for request in running:
             assert all(self.kv.allocator.is_allocated(page) for page in request.pages)
 
@@ -275,4 +275,4 @@ class World:
             assert self.kv.tree.locked_pages == 0
             self.kv.tree.clear()
         assert self.kv.allocator.num_free == self.kv.num_usable
-        assert self.kv.state_slots is None or not self.kv.state_slots.num_held
+        assert self.kv.states.allocator is None or not self.kv.states.allocator.num_held

@@ -150,7 +150,7 @@ def test_a_backend_that_can_not_be_captured_runs_decode_in_pieces() -> None:
     modes = modes_of(engine)
     assert tokens_of(engine) == [oracle(prompt) for prompt in PROMPTS]
     assert set(modes) == {"piecewise"}
-    assert "torch_native can not be captured" in "\n".join(engine.steps.report().lines())
+    assert "torch_native cannot be captured" in "\n".join(engine.steps.report().lines())
 
 
 def test_recurrent_models_are_not_verified() -> None:
@@ -203,7 +203,7 @@ class TestBudget:
         assert set(modes) == {"uncaptured"}
 
     def test_strict_makes_it_an_error(self) -> None:
-        with pytest.raises(CaptureError, match=r"piecewise 24 can not be captured.*MiB"):
+        with pytest.raises(CaptureError, match=r"piecewise 24 cannot be captured.*MiB"):
             captured_engine(graph_memory_gib=0, graph_strict=True)
 
 
@@ -257,7 +257,7 @@ class TestRefusedShapes:
         assert tokens_of(engine) == [oracle(prompt) for prompt in PROMPTS]
 
     def test_strict_names_it(self) -> None:
-        with pytest.raises(CaptureError, match="piecewise 16 can not be captured: RuntimeError: operation not permitted"):
+        with pytest.raises(CaptureError, match="piecewise 16 cannot be captured: RuntimeError: operation not permitted"):
             captured_engine(recorder=Unrecordable(16), graph_strict=True)
 
 
@@ -359,7 +359,7 @@ class TestOpsThatCanNotBeRecorded:
         model.model.norm.forward = lambda x: forward(x) * (1 if float(x.sum()) < float("inf") else 2)
         engine = captured_engine(model, compile=False)
         modes = modes_of(engine)
-        assert "no graph     piecewise 24: OpNotRecorded: aten._local_scalar_dense.default can not be recorded" in explain(engine)
+        assert "no graph     piecewise 24: OpNotRecorded: aten._local_scalar_dense.default cannot be recorded" in explain(engine)
         assert tokens_of(engine, PROMPTS[:3]) == [oracle(prompt, model=model) for prompt in PROMPTS[:3]]
         assert set(modes) == {"uncaptured"}
         engine.close()

@@ -145,11 +145,11 @@ def test_a_recording_that_fails_inside_a_layer_leaves_pieces() -> None:
     modes = modes_of(engine)
     assert tokens_of(engine) == cut(expected("rwkv")) and set(modes) == {"piecewise"}
     text = explain(engine)
-    assert "no graph     full 3: OpNotRecorded: paged_attn.recurrent_layer_with_output.default can not be recorded: operation not" in text
+    assert "no graph     full 3: OpNotRecorded: paged_attn.recurrent_layer_with_output.default cannot be recorded: operation not" in text
 
 
 def test_strict_makes_that_an_error() -> None:
-    with pytest.raises(CaptureError, match=r"the graph full 3 can not be captured: .*recurrent_layer_with_output.* not permitted"):
+    with pytest.raises(CaptureError, match=r"the graph full 3 cannot be captured: .*recurrent_layer_with_output.* not permitted"):
         engine_of("rwkv", recorder=Fails())
 
 

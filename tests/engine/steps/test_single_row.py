@@ -112,7 +112,7 @@ class Off:
     [
         (torch.arange(96.0), "one row alone gives logits that are off by"),
         (float("nan"), "one row alone gives logits that are off by inf"),
-        (AssertionError("expected size 2==1"), "one row can not be run: AssertionError: expected size 2==1"),
+        (AssertionError("expected size 2==1"), "one row cannot be run: AssertionError: expected size 2==1"),
     ],
 )
 class TestWhereOneRowIsNotWhatMoreAre:

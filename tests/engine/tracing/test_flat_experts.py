@@ -174,7 +174,7 @@ def test_weights_that_somebody_else_has_stay_where_they_are(caplog: pytest.LogCa
     where = [weight.data_ptr() for weight in weights_of(model)[0]]
     with caplog.at_level(logging.INFO, "paged_attn"), experts_as_ops(model) as count:
         assert count == len(experts) - 1
-    assert "transformer.blocks.0.ffn.experts stays as it is: the weights [192, 32] of its experts can not be moved" in caplog.text
+    assert "transformer.blocks.0.ffn.experts stays as it is: the weights [192, 32] of its experts cannot be moved" in caplog.text
     assert [weight.data_ptr() for weight in weights_of(model)[0]] == where
 
 

@@ -72,7 +72,7 @@ def test_experts_that_loop_over_data_generate() -> None:
 
 
 def test_what_the_op_can_not_pass_on_is_named() -> None:
-    with pytest.raises(UnsupportedError, match=r"Experts can not be traced.* given Tensor, Tensor, Tensor, str .* shaped like one") as told:
+    with pytest.raises(UnsupportedError, match=r"Experts cannot be traced.* given Tensor, Tensor, Tensor, str .* shaped like one") as told:
         LLM(Model(passes="text").eval(), num_pages=16)
     assert "compile=False" not in str(told.value)  # which takes no plain module
 

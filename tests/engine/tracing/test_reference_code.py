@@ -232,6 +232,6 @@ class Whole(nn.Module):
 
 
 def test_a_branch_on_a_tensor_is_named_by_its_line() -> None:
-    words = r"Branching can not be traced, as it branches .* at .*test_reference_code.py:\d+ \(`if self.table\[1, 0\] == 0:`\)"
+    words = r"Branching cannot be traced, as it branches .* at .*test_reference_code.py:\d+ \(`if self.table\[1, 0\] == 0:`\)"
     with pytest.raises(UnsupportedError, match=words):
         LLM(Whole().eval(), num_pages=20)

@@ -1,4 +1,4 @@
-"""Which calls can run a paged batch, and the reason given for each that can not."""
+"""Which calls can run a paged batch, and the reason given for each that cannot."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_a_number_that_is_a_tables_length_limits_the_model() -> None:
 
 @pytest.mark.parametrize("window", [300, LENGTH - 1, LENGTH + 1])
 def test_a_window_beside_a_table_is_not_taken_for_its_length(window: int) -> None:
-    with pytest.raises(UnsupportedError, match="can not be made for 97 tokens"):
+    with pytest.raises(UnsupportedError, match="cannot be made for 97 tokens"):
         rewrite_of(masked(table_and_window(window)))
 
 

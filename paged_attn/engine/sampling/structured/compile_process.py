@@ -49,7 +49,7 @@ def read_matcher(tokens: Any, what: str, source: str) -> Any:
         what: "json_schema", "regex" or "grammar".
 
     Raises:
-        ValueError: llguidance can not read it, or no answer follows it; in its own words.
+        ValueError: llguidance cannot read it, or no answer follows it; in its own words.
     """
     from llguidance import LLMatcher, LLParserLimits
 

@@ -103,7 +103,7 @@ class Guides:
 
         Raises:
             UnsupportedError: llguidance is not installed, or there is no tokenizer that it can read.
-            ValueError: it can not read the schema, expression or grammar; in its own words. Or that takes too much stack, memory or time.
+            ValueError: it cannot read the schema, expression or grammar; in its own words. Or that takes too much stack, memory or time.
         """
         found = self.prototype(params)
         if found is None:

@@ -74,7 +74,7 @@ class GuideTrials:
         """Read a source where that can harm nobody.
 
         Raises:
-            ValueError: it can not be read, or not within the limits.
+            ValueError: it cannot be read, or not within the limits.
             RuntimeError: the process that reads could not be started, or was ended from outside.
         """
         process = self._running()

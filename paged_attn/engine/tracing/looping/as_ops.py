@@ -34,7 +34,7 @@ def looping_experts_as_ops(model: nn.Module, inputs: Callable[[int], dict[str, A
 
     Raises:
         ValueError: `backend` is unknown.
-        UnsupportedError: it can not compute a layer of this model.
+        UnsupportedError: it cannot compute a layer of this model.
     """
     found = list(blocks_of(model))
     calls = calls_of(model, [block for _, block, _ in found], inputs) if found else {}

@@ -106,7 +106,7 @@ def expert_mlps(experts: Sequence[nn.Module]) -> list[ExpertMLP]:
         try:
             expected = torch.func.functional_call(expert, weights, (given.clone(),))
         except NOT_EXPERTS as error:
-            raise NotProved(f"its experts ({type(expert).__name__}) can not be called on rows: {error}") from error
+            raise NotProved(f"its experts ({type(expert).__name__}) cannot be called on rows: {error}") from error
         if not isinstance(expected, Tensor) or expected.shape != given.shape:
             raise NotProved(f"its experts ({type(expert).__name__}) do not give one row for each that they are given")
         made = torch.cat([F.linear(given, weights[f"{name}.weight"], weights.get(f"{name}.bias")) for name in first], dim=-1)

@@ -73,7 +73,7 @@ def _proved_as(mlp: ExpertMLP | StackedPair, block: nn.Module, experts: Sequence
         proof = _Proof(block, experts, call, mlp, operands, selection.name)
         return ProvedBlock(mlp, proof.program(), selection, frozenset(proof.files))
     except NOT_EXPERTS as error:
-        raise NotProved(f"it can not be called on rows alone: {first_line(error)}") from error
+        raise NotProved(f"it cannot be called on rows alone: {first_line(error)}") from error
 
 
 def _check_each(experts: Sequence[nn.Module], mlp: ExpertMLP, operands: Operands, backend: str) -> None:
@@ -183,7 +183,7 @@ class _Proof:
         try:
             got = _tensors(Evaluation(program, logits).run(*tensors))
         except NOT_EXPERTS as error:
-            raise NotProved(f"what it does for {TOKENS[0]} rows can not be done for {rows}: {first_line(error)}") from error
+            raise NotProved(f"what it does for {TOKENS[0]} rows cannot be done for {rows}: {first_line(error)}") from error
         for one, other in zip(expected, got, strict=True):
             if one.dtype != other.dtype or not (apart(one, other) <= allowed(one) if one.is_floating_point() else torch.equal(one, other)):
                 raise NotProved(f"it gives other numbers than its experts' rows by the weights that its router shows ({rows} rows)")

@@ -119,7 +119,7 @@ async def _answer(
 
 
 def _score_plan(engine: Engine, first: Any, second: Any) -> PoolingPlan:
-    """Raises ApiError: 400 for texts that do not pair, and for a classifier that can not score them."""
+    """Raises ApiError: 400 for texts that do not pair, and for a classifier that cannot score them."""
     try:
         return score_plan(engine, first, second)
     except UnsupportedError as error:

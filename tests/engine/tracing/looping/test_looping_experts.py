@@ -269,8 +269,8 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a branch on logits": (Branching, None, r"may branch on numbers \(__bool__\)"),
     "an unknown gate": (lambda: OneHotLoop(lambda: Gated(activation=torch.sin)), None, "compute nothing that is known of w1, w3, w2"),
     "a norm in an expert": (lambda: OneHotLoop(Normed), None, r"have 3 linear layers and besides \['norm.bias', 'norm.weight'\]"),
-    "weights that two layers share": (OneHotLoop, tied, "can not be moved into one tensor"),
-    "weights that lie in a larger memory": (OneHotLoop, in_other_memory, "can not be moved into one tensor"),
+    "weights that two layers share": (OneHotLoop, tied, "cannot be moved into one tensor"),
+    "weights that lie in a larger memory": (OneHotLoop, in_other_memory, "cannot be moved into one tensor"),
     "weights of a kind of its own": (OneHotLoop, of_a_kind, r"a weight of its experts is a Marked \[24, 32\] of torch.float32"),
     "a hook": (OneHotLoop, hooked, "experts.0 has hooks or a forward of its own"),
 }
@@ -307,7 +307,7 @@ def test_a_block_whose_own_part_can_not_be_traced_runs_as_it_is(caplog: pytest.L
         assert count(llm, EXPERTS) == 0
         assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [greedy(model, prompt, 8) for prompt in PROMPTS]
     said = [record.getMessage() for record in caplog.records if record.name == "paged_attn"]
-    assert any("blocks.0, blocks.1 stay as they are: what they compute around their experts can not be traced" in line for line in said)
+    assert any("blocks.0, blocks.1 stay as they are: what they compute around their experts cannot be traced" in line for line in said)
 
 
 def inputs(length: int) -> dict[str, Tensor]:
