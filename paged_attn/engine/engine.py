@@ -286,8 +286,8 @@ class Engine:
         """Launch one batch and wait for the one before it, or, without overlap, for itself.
 
         Returns an event per token that came, and one without a token for requests that end without one; with overlap it may return
-        none while there is work. After an exception from the model no token is lost: the requests go on with the next call, those with
-        recurrent states from their beginning, and it brings the events that were due.
+        none while there is work. After an exception from the model no token is lost: the requests go on with the next call, which
+        also brings the events that were due; what has a recurrent state is computed anew.
         """
         self._steps_since_look += 1
         is_due = self._look_is_due and self._steps_since_look > STEPS_BETWEEN
@@ -376,7 +376,7 @@ class Engine:
             return False
         running, requests = self.scheduler.running, scheduled.requests
         under_way = self._in_flight[-1].number if self._in_flight else NONE_UNDER_WAY
-        checkpoints = self.kv.states.take_checkpoints(requests, scheduled.counts.tolist()) if self.states is not None else {}
+        checkpoints = self.kv.states.take_checkpoints(requests, scheduled.counts)
         layout, columns = build_step(
             scheduled, running.rows, running.indices(requests), under_way, self.pooler is not None, checkpoints, self.kv.frames
         )
@@ -402,8 +402,7 @@ class Engine:
             self.last_scheduled = requests
             raise
         self._in_flight.append(InFlightStep(layout, chosen, next(self._step_numbers), scores, pooled).begin())
-        if self.states is not None:
-            self.kv.states.keep(requests)
+        self.kv.states.keep(requests)
         self.stats.steps += 1
         self.stats.prompt_tokens += layout.num_of_prompts
         return True

@@ -20,10 +20,9 @@ def memory_lines(engine: Engine) -> list[str]:
     kv, slots = engine.kv, engine.budget.slots
     lines = [f"  memory       {engine.budget.describe(engine.pool.num_pages)}"]
     if slots.total:
-        free = slots.most_running - kv.states.num_in_use - kv.states.num_snapshots
-        lines.append(
-            f"               {kv.states.num_in_use} states of requests, {kv.states.num_snapshots} of kept prefixes, {free} slots free now"
-        )
+        running, kept = kv.states.num_in_use, kv.states.num_snapshots
+        free = slots.most_running - running - kept
+        lines.append(f"               {running} states of requests, {kept} of kept prefixes, {free} slots free now")
     if borders := engine.limits.length_borders:
         more = " or ".join(f"{border:,}" for border in borders)
         lines.append(f"  longrope     a request of more than {more} tokens has other keys: one that comes to have more is computed anew")

@@ -64,11 +64,11 @@ class GroupedKVManager(KVManager):
         prefix_cache: bool,
         step_tokens: int,
         slots: StateSlots = NO_STATE,
-        states: StatePool | None = None,
+        state_pool: StatePool | None = None,
         snapshot_interval: int = 0,
     ) -> None:
         allocator = GroupedAllocator(num_frames, page_size, len(groups), num_page_ids(groups, num_frames))
-        super().__init__(num_frames, page_size, prefix_cache, slots, states, snapshot_interval, allocator)
+        super().__init__(num_frames, page_size, prefix_cache, slots, state_pool, snapshot_interval, allocator)
         self.groups, self.step_tokens = tuple(groups), step_tokens
         by_retention: dict[Retention, list[int]] = {}
         for index, group in enumerate(groups):
@@ -236,9 +236,9 @@ def _mark(needed: NDArray[np.bool_], node: RadixNode, count: int) -> None:
 
 
 def kv_manager(
-    config: EngineConfig, groups: Sequence[LayerGroup], num_pages: int, slots: StateSlots, states: StatePool | None, interval: int
+    config: EngineConfig, groups: Sequence[LayerGroup], num_pages: int, slots: StateSlots, state_pool: StatePool | None, interval: int
 ) -> KVManager:
     """What keeps the books of a pool; `groups` and `num_pages` are the pool's, the rest as in `KVManager`."""
     if not groups:
-        return KVManager(num_pages, config.page_size, config.prefix_cache, slots, states, interval)
-    return GroupedKVManager(groups, num_pages, config.page_size, config.prefix_cache, config.step_tokens, slots, states, interval)
+        return KVManager(num_pages, config.page_size, config.prefix_cache, slots, state_pool, interval)
+    return GroupedKVManager(groups, num_pages, config.page_size, config.prefix_cache, config.step_tokens, slots, state_pool, interval)

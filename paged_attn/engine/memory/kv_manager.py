@@ -24,7 +24,7 @@ class KVManager:
     A request's leading `num_locked` tokens lie in pages of the tree, under its lock; its other pages are its own.
 
     Args:
-        slots, states: of the model's recurrent state, if it has any. Then prefixes are shared only where the cache may keep states.
+        slots, state_pool: of the model's recurrent state, if it has any. Then prefixes are shared only where the cache may keep states.
         snapshot_interval: see `SnapshotPoints`.
         allocator: of pages, if it is another than one of `num_pages`.
 
@@ -42,18 +42,18 @@ class KVManager:
         page_size: int,
         prefix_cache: bool,
         slots: StateSlots = NO_STATE,
-        states: StatePool | None = None,
+        state_pool: StatePool | None = None,
         snapshot_interval: int = 0,
         allocator: PageAllocator | None = None,
     ) -> None:
         self.allocator = allocator or PageAllocator(num_pages, page_size)
         self.page_size = page_size
-        self.states = RequestStates(states, slots, self.allocator, prefix_cache, snapshot_interval)
+        self.states = RequestStates(state_pool, slots, self.allocator, prefix_cache, snapshot_interval)
         self.version = 0
         self.tree: RadixCache | None = None
         if self.states.snapshots is not None:
             self.tree = self.states.snapshots.tree
-        elif prefix_cache and states is None:
+        elif prefix_cache and state_pool is None:
             self.tree = RadixCache(self.allocator)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
@@ -81,14 +81,15 @@ class RequestStates:
         elif self.allocator is not None:
             request.state_slot = self.allocator.allocate()
 
-    def take_checkpoints(self, requests: Sequence[Request], counts: Sequence[int]) -> dict[int, list[StateCheckpoint]]:
+    def take_checkpoints(self, requests: Sequence[Request], counts: Iterable[int]) -> dict[int, list[StateCheckpoint]]:
         """For a step of so many tokens of each request: by index, which states it shall keep on the way, and in which slots. If it was
         launched, `keep` comes next; if it fails, nothing, and the next step may have the slots."""
+        if self.snapshots is None:
+            return {}
         found = {}
         for index, (request, count) in enumerate(zip(requests, counts, strict=True)):
             if not request.snapshot_points:
                 continue
-            assert self.snapshots is not None
             start, checkpoints = request.num_cached, []
             for point in request.snapshot_points:
                 if point >= start + count:
@@ -104,9 +105,10 @@ class RequestStates:
     def keep(self, requests: Sequence[Request]) -> None:
         """After a step was launched: what it kept on the way is the requests', and so is a copy of the state of those that have just come
         to one of their points. Both are shared once a token has validated them."""
+        if self.snapshots is None:
+            return
         for request in requests:
             while request.snapshot_points and request.snapshot_points[0] <= request.num_cached:
-                assert self.snapshots is not None
                 point = request.snapshot_points.pop(0)
                 slot = request.taken_slots.pop(point, None)
                 if point == request.num_cached and (slot := slot or self.snapshots.take()) is not None:
