@@ -112,7 +112,10 @@ class Session:
         assert self.shape in SHAPES, self.shape
         config = write_shape(self.shape, self._dtype, folder / "config", self.layers)
         source = ModelSource(config, True, self._dtype, self.device)
-        return save_weights(source, folder / WEIGHTS) if self.save_weights else source
+        if not self.save_weights:
+            return source
+        print(f"bench: writing random weights to {folder} (TMPDIR chooses where), so that all systems have the same ones", file=sys.stderr)
+        return save_weights(source, folder / WEIGHTS)
 
     def _tasks(self, source: ModelSource) -> list[Task]:
         config = text_config(source.path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from paged_attn.bench.launch import Outcome
 from paged_attn.bench.systems.job import Job, Log, ModelSource, Task
 from paged_attn.bench.systems.model_source import load, save_weights, write_shape
 from paged_attn.bench.systems.sampling import Sampling
+from paged_attn.bench.systems.systems import Entry
 from paged_attn.bench.workloads import Workload
 from paged_attn.cli.main import main
 from tests.versions import NEWEST
@@ -137,8 +139,34 @@ def test_weights_can_be_saved_for_those_who_draw_none(tmp_path: Path) -> None:
 def test_weights_that_could_not_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = SimpleNamespace(Process=lambda **_: SimpleNamespace(start=lambda: None, join=lambda: None, exitcode=-9))
     monkeypatch.setattr(multiprocessing, "get_context", lambda kind: failing)
+    drawn = ModelSource(write_shape("tiny", "float32", tmp_path / "config"), True, "float32", "cpu")
     with pytest.raises(ChildProcessError, match="ended with status -9; its error is above"):
-        save_weights(ModelSource("config", True, "float32", "cpu"), tmp_path)
+        save_weights(drawn, tmp_path / "weights")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=575_231))
+    with pytest.raises(ValueError, match=r"take 0.0 GB on disk, and .* has 0.0 GB free; set TMPDIR to a folder with room"):
+        save_weights(drawn, tmp_path / "weights")  # 575,232 bytes
+
+
+@pytest.mark.parametrize(
+    ("flags", "vllm", "saved"),
+    [
+        (["--shape", "gpt-oss-20b", "--compare", "vllm"], True, True),
+        (["--shape", "gpt-oss-20b", "--compare", "transformers,vllm-transformers"], True, True),
+        (["--shape", "gpt-oss-20b", "--compare", "vllm"], False, False),
+        (["--shape", "gpt-oss-20b", "--compare", "vllm", "--no-save-weights"], True, False),
+        (["--shape", "gpt-oss-20b", "--compare", "transformers"], True, False),
+        (["--shape", "gemma-3-12b", "--compare", "vllm"], True, False),
+        (["--shape", "gemma-3-12b", "--save-weights"], True, True),
+        (["--model", "/some/model", "--compare", "vllm"], True, False),
+    ],
+)
+def test_beside_vllm_experts_get_the_same_weights(flags: list[str], vllm: bool, saved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own random numbers send all tokens to the same few experts."""
+    asked: list[bool] = []
+    monkeypatch.setattr(Entry, "missing", lambda self, device: None if vllm or self.package != "vllm" else "not installed")
+    monkeypatch.setattr(session_module.Session, "run", lambda self: asked.append(self.save_weights) or [outcome("paged_attn")])
+    assert main(["bench", "--device", "cpu", "--workload", "latency", *flags]) in (0, 1)
+    assert asked == [saved]
 
 
 @pytest.mark.parametrize("system", ["transformers", "transformers-generate", "paged_attn"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,15 @@ def save_weights(source: ModelSource, folder: Path) -> ModelSource:
     A process of its own draws them: this one would keep the GPU's memory.
 
     Raises:
+        ValueError: the disk has no room for them.
         ChildProcessError: that process failed.
     """
+    needed, free = _bytes_of(source), shutil.disk_usage(folder.parent).free
+    if needed > free:
+        raise ValueError(
+            f"random weights take {needed / 1e9:.1f} GB on disk, and {str(folder.parent)!r} has {free / 1e9:.1f} GB free; set TMPDIR to a "
+            "folder with room, cut the shape with --layers, or give --no-save-weights"
+        )
     process = multiprocessing.get_context("spawn").Process(target=_draw_and_save, args=(source, str(folder)))
     process.start()
     process.join()
@@ -39,6 +47,11 @@ def save_weights(source: ModelSource, folder: Path) -> ModelSource:
             f"drawing random weights and writing them to {folder} ended with status {process.exitcode}; its error is above"
         )
     return ModelSource(str(folder), False, source.dtype, source.device)
+
+
+def _bytes_of(source: ModelSource) -> int:
+    model = random_model(read_config(source.path), source.dtype, "meta")
+    return sum(weight.nbytes for weight in model.parameters())
 
 
 def _draw_and_save(source: ModelSource, folder: str) -> None:

@@ -106,6 +106,11 @@ def peers(text: str) -> list[str]:
     return names
 
 
+def draws_weights(name: str, device: str) -> bool:
+    """Whether this system runs on the device and fills a config without weights with random numbers of its own."""
+    return SYSTEMS[name].package == "vllm" and SYSTEMS[name].missing(device) is None
+
+
 def check_counts(tokens: Tokens, new: int, who: str) -> None:
     """Raises RuntimeError where a request has not the number of tokens that was asked for: such a time compares with nothing."""
     wrong = sorted({len(row) for row in tokens} - {new})

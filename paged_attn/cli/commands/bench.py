@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paged_attn.bench.shapes import SHAPE_NAMES
+from paged_attn.bench.shapes import SHAPE_NAMES, has_experts
 from paged_attn.bench.systems.sampling import Sampling
-from paged_attn.bench.systems.systems import OURS, PEERS, SYSTEMS, peers
+from paged_attn.bench.systems.systems import OURS, PEERS, SYSTEMS, draws_weights, peers
 from paged_attn.bench.workloads import GROUPS, SCALES, Workload, chosen
 from paged_attn.cli.options import DTYPES, add_engine, engine_config, set_verbosity
 
@@ -29,7 +29,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--layers", type=int, metavar="N", help="the shape's first N layers (default: all)")
     model.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: the checkpoint's; a shape's is bfloat16, on a CPU float32")
     model.add_argument("--device", help="cuda, cuda:N or cpu (default: the GPU if there is one)")
-    model.add_argument("--save-weights", action="store_true", help="write random weights to disk first, so that vLLM has the same ones")
+    model.add_argument(
+        "--save-weights", action=argparse.BooleanOptionalAction, default=None,
+        help="write random weights to disk first, so that vLLM has the same ones (default: beside vLLM where a shape has experts, since "
+        "its own random numbers send all tokens to the same few)",
+    )  # fmt: skip
     work = parser.add_argument_group("workloads")
     words = "; ".join(f"{name}: {about}" for name, about in GROUPS.items())
     work.add_argument("--workload", default=",".join(GROUPS), metavar="A,B", help=f"{words} (default: all)")
@@ -88,12 +92,15 @@ def _session(args: argparse.Namespace) -> Session:
 
     device = str(checked_device(args.device))
     shape = args.shape or ("llama-3.1-8b" if device.startswith("cuda") else "tiny")
+    save_weights = args.save_weights
+    if save_weights is None:
+        save_weights = args.model is None and has_experts(shape) and any(draws_weights(name, device) for name in names)
     workloads = _workloads(args, "full" if device.startswith("cuda") and shape != "tiny" else "small")
 
     from paged_attn.bench.session import Session
 
     return Session(
-        args.model, shape, args.layers, args.dtype, device, args.save_weights, workloads, names, args.seed, args.repeat, args.max_seconds,
+        args.model, shape, args.layers, args.dtype, device, save_weights, workloads, names, args.seed, args.repeat, args.max_seconds,
         args.timeout, options, _sampling(args), args.verbose,
     )  # fmt: skip
 
