@@ -32,7 +32,7 @@ _EXPORTS = {
     "EngineConfig": "engine.config",
     "ChatCompletion": "chat.completion",
     "ChatMessage": "chat.parts",
-    "Completion": "engine.requests.request",
+    "Completion": "engine.requests.outputs",
     "LLM": "engine.llm",
     "first_rank_leads": "engine.lead",
     "AttentionBackend": "backends.attention.base",

@@ -57,7 +57,7 @@ class Sampling:
 
     def find_limits(self) -> Limits | None:
         top_k = None if self.of.lowest is None else self._search(count=True, floors=None)
-        return top_k if self.of.tail is None else self._search(count=False, floors=top_k)
+        return top_k if self.of.left_out is None else self._search(count=False, floors=top_k)
 
     def draw(self, limits: Limits | None, uniform: Tensor) -> Tensor:
         weights, ties, tokens = self._ints(self.count, self.parts), self._ints(self.count, self.parts), self._ints(self.count)
@@ -76,16 +76,19 @@ class Sampling:
         of, first = self.of, self.of.first_limited
         found, limits = self._ints(self.count, 3), Limits(self._ints(self.count), self._ints(self.count))
         sums = torch.zeros(self.count, 2**MOST_BITS.value, dtype=torch.int64, device=self.logits.device)
-        lowest, tails = of.rows if of.lowest is None else of.lowest, of.temperature if of.tail is None else of.tail  # one of them is read
+        lowest, shares = (
+            of.rows if of.lowest is None else of.lowest,
+            of.temperature if of.left_out is None else of.left_out,
+        )  # one of them is read
         floor_keys = limits.keys if floors is None else floors.keys
         spread_inputs = (*self.common, floor_keys, found, sums, self.vocabulary, self.stride, first)
-        choose_inputs = (*self.common, lowest, tails, floor_keys, found, sums, *limits, self.vocabulary, self.stride, first)
+        choose_inputs = (*self.common, lowest, shares, floor_keys, found, sums, *limits, self.vocabulary, self.stride, first)
         for shift, bits in DIGITS:
             key = (*self.key, count, floors is not None, shift)
             constants = {"COUNT": count, "HAS_FLOOR": floors is not None, "FIRST": shift == DIGITS[0][0], "BITS": bits, **self.constants}
             spreading = {**constants, "SHIFT": shift, "PART": PART}
             _spread(key, (self.count - first, self.parts), spread_inputs, spreading, self.options, self.device)
-            _choose((*key, tails.dtype), (self.count, 1), choose_inputs, {**constants, "LAST": shift == 0}, self.options, self.device)
+            _choose((*key, shares.dtype), (self.count, 1), choose_inputs, {**constants, "LAST": shift == 0}, self.options, self.device)
         return limits
 
     def _ints(self, *shape: int) -> Tensor:

@@ -84,12 +84,12 @@ def spread(logits, rows, best, temperatures, floors, found, sums, vocabulary, st
 
 
 @triton.jit(do_not_specialize=["first_row"])
-def choose(logits, rows, best, temperatures, lowest, tails, floors, found, sums, keys, drops, vocabulary, stride, first_row,
+def choose(logits, rows, best, temperatures, lowest, shares, floors, found, sums, keys, drops, vocabulary, stride, first_row,
            COUNT: tl.constexpr, HAS_FLOOR: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
            EARLY: tl.constexpr):  # fmt: skip
     """One more digit of the key; grid (N, 1). Rows before `first_row` may draw any token.
 
-    The target is `lowest` [N] int64 tokens (COUNT), or the share `tails` [N] float64 of the row's weight. found [N, 3] int64: the digits so
+    The target is `lowest` [N] int64 tokens (COUNT), or `shares` [N] float64 of the row's weight. found [N, 3] int64: the digits so
     far, what lies below them, the target. sums are zeroed again. After the LAST one, keys [N] int64: the least that may be drawn, -1 for
     any; drops [N] int64: how many of the tokens with that key may not be drawn, the first ones.
     """
@@ -107,9 +107,9 @@ def choose(logits, rows, best, temperatures, lowest, tails, floors, found, sums,
                 target = tl.load(lowest + row)
                 below += vocabulary - total
             else:
-                tail = tl.load(tails + row)
-                target = tl.minimum((tail * total.to(tl.float64)).to(tl.int64), total - 1)  # the last token stays
-                target = tl.where(tail < 0, -1, target)
+                left_out = tl.load(shares + row)
+                target = tl.minimum((left_out * total.to(tl.float64)).to(tl.int64), total - 1)  # the last token stays
+                target = tl.where(left_out < 0, -1, target)
         else:
             key, below, target = tl.load(found + row * 3), tl.load(found + row * 3 + 1), tl.load(found + row * 3 + 2)
         chosen = tl.sum((below + tl.cumsum(weight, 0) <= target).to(tl.int32), 0)

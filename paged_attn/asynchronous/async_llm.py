@@ -30,8 +30,9 @@ from paged_attn.engine.pooling.plans import PoolingPlan, classify_plan, embed_pl
 from paged_attn.engine.pooling.texts import Text
 from paged_attn.engine.prompts import Loras, Params, as_list, loras_of_each, one_of, params_of_each
 from paged_attn.engine.prompts import Prompt as GivenPrompt
+from paged_attn.engine.requests.outputs import Completion, TokenEvent
 from paged_attn.engine.requests.pooling_params import PoolingKind
-from paged_attn.engine.requests.request import Completion, Request, TokenEvent
+from paged_attn.engine.requests.request import Request
 from paged_attn.engine.sampling.structured.guides import Guide
 from paged_attn.engine.sampling_params import SamplingParams
 

@@ -27,7 +27,7 @@ from paged_attn.asynchronous.snapshot import EngineSnapshot
 from paged_attn.asynchronous.status import Status, described, in_words
 from paged_attn.asynchronous.waiting_jobs import WaitingJobs, fair_share, made_room, waited_too_long
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.requests.request import FinishReason, TokenEvent
+from paged_attn.engine.requests.outputs import FinishReason, TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
 
 logger = logging.getLogger("paged_attn")

@@ -8,7 +8,7 @@ from typing import Any
 
 from paged_attn.chat.answers.answer_form import AnswerForm, finish_reason
 from paged_attn.chat.parts import ChatMessage, Part
-from paged_attn.engine.requests.request import Completion
+from paged_attn.engine.requests.outputs import Completion
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from paged_attn.chat.completion import ChatEvent
 from paged_attn.chat.errors import ChatError
 from paged_attn.chat.parts import ToolCall
 from paged_attn.chat.request import ChatRequest
-from paged_attn.engine.requests.request import TokenEvent
+from paged_attn.engine.requests.outputs import TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.shown import shown
 

@@ -11,7 +11,7 @@ import torch
 
 from paged_attn.cli.token_text import token_text
 from paged_attn.engine.llm import LLM
-from paged_attn.engine.requests.request import Completion
+from paged_attn.engine.requests.outputs import Completion
 from paged_attn.engine.sampling_params import SamplingParams
 
 

@@ -14,7 +14,8 @@ from paged_attn.engine.llm import LLM
 from paged_attn.engine.model.load_options import LoadOptions
 from paged_attn.engine.model.loading import PLAIN, checkpoint_task, load_model
 from paged_attn.engine.model.task import Task
-from paged_attn.engine.requests.request import Completion, Request, TokenEvent
+from paged_attn.engine.requests.outputs import Completion, TokenEvent
+from paged_attn.engine.requests.request import Request
 from paged_attn.engine.runners.compilers import start_compilers
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.parallel.torchrun import join, num_processes

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paged_attn.cli.check import CheckResult
     from paged_attn.cli.job import Loaded, Numbers, Prompt, Run
     from paged_attn.engine.llm import LLM
-    from paged_attn.engine.requests.request import Completion, TokenEvent
+    from paged_attn.engine.requests.outputs import Completion, TokenEvent
 
 SHOWN_PROMPT = 200
 

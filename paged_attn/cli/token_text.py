@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paged_attn.engine.llm import LLM
-    from paged_attn.engine.requests.request import Completion
+    from paged_attn.engine.requests.outputs import Completion
 
 
 def ids_text(ids: Sequence[int]) -> str:

@@ -171,7 +171,7 @@ def ready_to_step(
     if runner.ranks is not None:
         num_pages = runner.ranks.least_of(num_pages)  # every rank's pool has room for the same tokens
 
-    tail = greedy_sample if config.graph_sampling else None
+    sample_in_graph = greedy_sample if config.graph_sampling else None
 
     def select(pool: KVPool) -> Selection:
         selection = select_for_pool(config.backend, pool, runner.dtype, deterministic=config.deterministic)
@@ -192,8 +192,8 @@ def ready_to_step(
     longest = runner.max_positions or max_pages * config.page_size
     settings = capture_settings(config, runner.one_row, longest)
     step_runner = partial(
-        StepRunner, recorder=recorder, page_size=config.page_size, max_pages=max_pages, recurrent=recurrent, tail=tail,
-        num_groups=max(len(groups), 1),
+        StepRunner, recorder=recorder, page_size=config.page_size, max_pages=max_pages, recurrent=recurrent,
+        sample_in_graph=sample_in_graph, num_groups=max(len(groups), 1),
     )  # fmt: skip
     steps = step_runner(runner, settings)
     lora_steps = None

@@ -33,9 +33,11 @@ from paged_attn.engine.memory.grouped_kv import kv_manager
 from paged_attn.engine.model.model_limits import ModelLimits
 from paged_attn.engine.output_processor import EngineStats, OutputProcessor
 from paged_attn.engine.pooling.pooler import Pooler
+from paged_attn.engine.requests.outputs import FinishReason
 from paged_attn.engine.requests.pooled_rows import PooledRows
 from paged_attn.engine.requests.pooling_params import PoolingParams
-from paged_attn.engine.requests.request import NO_SCORES, FinishReason, Request
+from paged_attn.engine.requests.request import NO_SCORES, Request
+from paged_attn.engine.requests.token_events import TokenEvents
 from paged_attn.engine.runners.model_watch import STEPS_BETWEEN, ModelWatch
 from paged_attn.engine.sampling.prompt_scores import PromptScores, score_rows
 from paged_attn.engine.sampling.sampler import Sampler
@@ -47,7 +49,6 @@ from paged_attn.engine.steps.in_flight import InFlightStep
 from paged_attn.engine.steps.step_layout import NONE_UNDER_WAY, StepLayout, build_step
 from paged_attn.engine.steps.step_runner import StepOutput
 from paged_attn.engine.steps.thread_choice import ThreadChoice, num_threads, num_threads_to_start
-from paged_attn.engine.token_events import TokenEvents
 from paged_attn.passes.fx.model_facts import model_device
 from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.shown import shown
@@ -411,8 +412,8 @@ class Engine:
         if layout.sample_rows is not None:
             rows = copy_to_device(layout.sample_rows, output.logits.device)
             output = StepOutput(output.logits.index_select(0, rows), None)
-        chosen = self.sampler.choose(output.logits, layout.states, output.tail)
-        if chosen.tokens is not output.tail:
+        chosen = self.sampler.choose(output.logits, layout.states, output.greedy_tokens)
+        if chosen.tokens is not output.greedy_tokens:
             self.steps.future_tokens.store(chosen.tokens)
         return chosen
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.engine.memory.kv_manager import KVManager
-from paged_attn.engine.requests.request import FinishReason, Request, TokenEvent
+from paged_attn.engine.requests.outputs import FinishReason, TokenEvent
+from paged_attn.engine.requests.request import Request
+from paged_attn.engine.requests.token_events import TokenEvents
 from paged_attn.engine.sampling.sampler import Sampler
 from paged_attn.engine.sampling.sampler_output import BAD_LOGITS, NONE_LEFT, SampledToken
 from paged_attn.engine.sampling.structured.guides import GuideError
 from paged_attn.engine.scheduling.scheduler import Scheduler
 from paged_attn.engine.steps.in_flight import InFlightStep
-from paged_attn.engine.token_events import TokenEvents
 
 
 @dataclass
@@ -107,7 +108,7 @@ class OutputProcessor:
             return self._finish(request, FinishReason.LENGTH)
         request.tokens.append(token_id)
         if request.params.logprobs is not None:
-            request.known.append(token)
+            request.logprobs.append(token)
         is_first = request.num_sampled == 1
         if is_first:
             self.stats.cached_tokens += request.cached_tokens

@@ -16,7 +16,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from paged_attn.engine.llm import LLM
-from paged_attn.engine.requests.request import Completion
+from paged_attn.engine.requests.outputs import Completion
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.shown import shown
 

@@ -12,7 +12,7 @@ import pytest
 from paged_attn.cli import check as check_module
 from paged_attn.cli.main import main
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.requests.request import TokenEvent
+from paged_attn.engine.requests.outputs import TokenEvent
 
 SHORT = ["--max-new-tokens", "6", "--num-pages", "64"]
 

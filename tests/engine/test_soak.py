@@ -20,7 +20,7 @@ import torch
 
 from paged_attn import SamplingParams
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.requests.request import TokenEvent
+from paged_attn.engine.requests.outputs import TokenEvent
 from tests.soak import __main__ as script
 from tests.soak import build, drive_engine, leaks, oracle, run
 from tests.soak.build import Faults

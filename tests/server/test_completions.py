@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paged_attn import SamplingParams
-from paged_attn.engine.requests.request import Completion
+from paged_attn.engine.requests.outputs import Completion
 from tests.engine.models import make_llm, oracle, random_prompts, tokenizer
 from tests.server.serving import MODEL, Running
 

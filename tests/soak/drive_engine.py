@@ -11,7 +11,8 @@ import pytest
 
 from paged_attn import SamplingParams, UnsupportedError
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.requests.request import Request, TokenEvent
+from paged_attn.engine.requests.outputs import TokenEvent
+from paged_attn.engine.requests.request import Request
 from paged_attn.engine.sampling import sampling_state
 from tests.attn_ops.radix_invariants import check_invariants
 from tests.engine.models import poisoned
@@ -49,7 +50,7 @@ class Live:
             assert self.text == request.detokenizer.text, f"events of {request.id}: {self.text!r}, in all {request.detokenizer.text!r}"
         told = request.output_token_ids[: len(self.tokens)] if self.cut else request.output_token_ids  # events may have been due
         assert self.tokens == told, f"events of {request.id}: {self.tokens}, in all {request.output_token_ids}"
-        known = None if request.params.logprobs is None else [s.logprob for s in request.known if s.logprob is not None]
+        known = None if request.params.logprobs is None else [s.logprob for s in request.logprobs if s.logprob is not None]
         reason = str(request.finish_reason)
         outcome = Outcome(request.output_token_ids, request.detokenizer.text, reason, request.stop_reason, known, str(request.error))
         self.case.check(outcome, self.cut)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paged_attn import LLM, Completion
-from paged_attn.engine.requests.request import TokenEvent
+from paged_attn.engine.requests.outputs import TokenEvent
 from tests.engine.models import assert_idle, poisoned
 from tests.soak.build import Faults, Injected, assert_closed, assert_nothing_held, book_of, make_llm, model_of
 from tests.soak.cases import BAD, Book, Case, Outcome

@@ -7,7 +7,7 @@ from typing import Protocol
 from paged_attn.chat.answers.call_splitter import CallSplitter
 from paged_attn.chat.answers.reasoning import ReasoningSplitter
 from paged_attn.chat.parts import Content, Part
-from paged_attn.engine.requests.request import TokenEvent
+from paged_attn.engine.requests.outputs import TokenEvent
 
 
 class AnswerReader(Protocol):

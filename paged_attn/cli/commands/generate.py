@@ -23,7 +23,7 @@ from paged_attn.cli.token_text import completion_text
 if TYPE_CHECKING:
     from paged_attn.cli.job import Loaded, Prompt, Run
     from paged_attn.engine.llm import LLM
-    from paged_attn.engine.requests.request import Completion, TokenEvent
+    from paged_attn.engine.requests.outputs import Completion, TokenEvent
 
 HELP = "complete prompts with a model"
 

@@ -45,10 +45,10 @@ def forbid_unlikely(scores: Tensor, of: SamplingTensors) -> None:
     if of.lowest is not None:
         dropped = values < values.gather(-1, of.lowest[of.first_limited :].unsqueeze(-1))
         values.masked_fill_(dropped, -torch.inf)
-    if of.tail is not None:
+    if of.left_out is not None:
         # float64, whose sums hardly depend on the order
         cumulative = values.softmax(-1).cumsum(-1, dtype=torch.float64)
-        below = cumulative <= of.tail[of.first_limited :].unsqueeze(-1) * cumulative[:, -1:]
+        below = cumulative <= of.left_out[of.first_limited :].unsqueeze(-1) * cumulative[:, -1:]
         dropped |= below & (ranks < len(ranks) - 1)
     scores.masked_fill_(torch.zeros_like(dropped).scatter_(-1, order, dropped), -torch.inf)
 

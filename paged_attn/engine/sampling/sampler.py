@@ -42,14 +42,14 @@ class Sampler:
         self._last: Tensor | None = None  # the tokens of the last call, and where in them those of requests with bad words are
         self._last_rows: dict[SamplingState, int] = {}
 
-    def choose(self, logits: Tensor, states: Mapping[int, SamplingState], best: Tensor | None = None) -> SamplerOutput:
+    def choose(self, logits: Tensor, states: Mapping[int, SamplingState], greedy_tokens: Tensor | None = None) -> SamplerOutput:
         """Choose one token per row. Who goes on from there advances `num_chosen` of every state.
 
         Args:
             logits: [N, V], any floating dtype, any device; left untouched. -inf forbids a token.
             states: of some rows, all different; the others get the most likely token, as those with a simple state do. A request's tokens
                 depend on its own row, seed and tokens so far only.
-            best: what `greedy_sample` says of the logits, where it is known already (a captured graph holds it).
+            greedy_tokens: what `greedy_sample` says of the logits, where it is known already (a captured graph holds it).
 
         Raises:
             ValueError: wrong shapes, or a token so far that the vocabulary does not have.
@@ -62,7 +62,7 @@ class Sampler:
         _check(logits)
         if missing := [row for row in states if not 0 <= row < len(logits)]:
             raise ValueError(f"states: got some for rows {missing} of {len(logits)} rows of logits; allowed: 0 to {len(logits) - 1}")
-        tokens = greedy_sample(logits) if best is None else best
+        tokens = greedy_sample(logits) if greedy_tokens is None else greedy_tokens
         changed = [row for row, state in states.items() if not state.is_greedy_only]
         if changed:
             tokens = self._choose_changed(logits, tokens, changed, states)
@@ -188,7 +188,7 @@ class _Numbers(NamedTuple):
         host[3][:] = range(greedy, len(rows)) if edited else rows[greedy:]
         host[4][:] = [vocab - min(p.top_k or vocab, vocab) for p in params]
         host[5].view(np.float64)[:] = [state.uniform for state in drawn]
-        host[6].view(np.float64)[:] = _tails([p.top_p for p in params])
+        host[6].view(np.float64)[:] = _left_out([p.top_p for p in params])
         reals: list[list[float]] = [
             [max(p.repetition_penalty, SMALLEST) for p in counted],  # float32 would make it 0
             [p.frequency_penalty for p in counted],
@@ -212,12 +212,12 @@ class _Numbers(NamedTuple):
         return cls(on[0], on[1], on[2], (repetition, frequency, presence), settings)
 
 
-def _tails(top_p: Sequence[float]) -> NDArray[np.float64]:
+def _left_out(top_p: Sequence[float]) -> NDArray[np.float64]:
     """The largest sums that count as no more than 1 - top_p: it is rounded to float32 from float64, and so is the sum, as in transformers.
     Negative for top-p 1, which must not leave out tokens whose probability underflowed."""
     whole = np.array(top_p)
-    tails = (1.0 - whole).astype(np.float32)
-    return np.where(whole < 1.0, (tails.astype(np.float64) + np.nextafter(tails, np.float32(2.0)).astype(np.float64)) / 2, -1.0)
+    left_out = (1.0 - whole).astype(np.float32)
+    return np.where(whole < 1.0, (left_out.astype(np.float64) + np.nextafter(left_out, np.float32(2.0)).astype(np.float64)) / 2, -1.0)
 
 
 def _kind(state: SamplingState) -> int:

@@ -13,8 +13,8 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.engine.runners.runner import Runner
 
-Tail = Callable[[Tensor], Tensor]
-Output = tuple[Tensor, Tensor | None]  # logits [N, vocabulary], and the tokens [N] that the tail chooses
+SampleInGraph = Callable[[Tensor], Tensor]  # a token for each row of logits [N, vocabulary], -1 for none
+Output = tuple[Tensor, Tensor | None]  # logits [N, vocabulary], and the tokens [N] that were sampled in the graph
 Rows = TypeVar("Rows", int, NDArray[np.int64])
 
 
@@ -42,12 +42,12 @@ class FutureTokens:
         torch.clamp(tokens[: len(into)], min=0, out=into)
 
 
-def forward(runner: Runner, batch: Batch, tail: Tail | None, future_tokens: FutureTokens) -> Output:
-    """A step, under its context. It takes what the host did not know from `future_tokens`, and leaves there what the tail chose."""
+def forward(runner: Runner, batch: Batch, sample: SampleInGraph | None, future_tokens: FutureTokens) -> Output:
+    """A step, under its context. It takes what the host did not know from `future_tokens`, and leaves there what `sample` chose."""
     future_tokens.resolve(batch.input_ids)
     logits = runner.forward(batch.input_ids, batch.positions, batch.logits_rows)
-    if tail is None:
+    if sample is None:
         return logits, None
-    tokens = tail(logits)
+    tokens = sample(logits)
     future_tokens.store(tokens)
     return logits, tokens

@@ -23,7 +23,7 @@ from paged_attn.engine.lora.lora_slots import LoraSlots
 from paged_attn.engine.runners.runner import Runner
 from paged_attn.engine.steps.capture_report import CaptureReport
 from paged_attn.engine.steps.capture_specs import CaptureSettings, CaptureSpecs, extend_shape, full_shape
-from paged_attn.engine.steps.forward import FutureTokens, Output, Tail, forward
+from paged_attn.engine.steps.forward import FutureTokens, Output, SampleInGraph, forward
 from paged_attn.engine.steps.one_row_check import OneRowCheck
 from paged_attn.progress import bar
 from paged_attn.recurrent.run import RecurrentRunner
@@ -40,10 +40,11 @@ class Step:
 
 
 class StepOutput(NamedTuple):
-    """logits [num_logits, vocabulary], and the tail's tokens [num_logits]; the next step of the same runner overwrites both."""
+    """logits [num_logits, vocabulary], and the tokens [num_logits] that were sampled in the graph; the next step of the same runner
+    overwrites both."""
 
     logits: Tensor
-    tail: Tensor | None
+    greedy_tokens: Tensor | None
 
 
 class StepRunner:
@@ -55,11 +56,11 @@ class StepRunner:
         future_tokens: those of another runner of the same engine; None makes some.
         one_row: the check of another runner of the same model; None makes one.
         lora_slots: where the slots of a step's adapters lie, if `runner` is one with adapters.
-        tail: chooses a token for each row of logits [N, vocabulary], -1 for none, in the graphs, too; they go to `future_tokens`.
+        sample_in_graph: chooses a token for each row of logits, also in captured steps; they go to `future_tokens`. None: nobody does.
 
     Attributes:
         future_tokens: the tokens of the last step, for whoever launches the next before knowing them (`future_token`). Who chooses
-            otherwise than the tail puts those tokens there.
+            otherwise puts those tokens there.
 
     Raises:
         UnsupportedError: `settings.verify` for a model with recurrent state.
@@ -78,7 +79,7 @@ class StepRunner:
         page_size: int,
         max_pages: int,
         recurrent: RecurrentRunner | None = None,
-        tail: Tail | None = None,
+        sample_in_graph: SampleInGraph | None = None,
         future_tokens: FutureTokens | None = None,
         one_row: OneRowCheck | None = None,
         lora_slots: LoraSlots | None = None,
@@ -89,7 +90,7 @@ class StepRunner:
                 f"graph_verify runs every step twice, and {type(runner.model).__name__} has recurrent state, which would advance twice; "
                 "leave graph_verify off"
             )
-        self.runner, self.settings, self.recurrent, self.tail = runner, settings, recurrent, tail
+        self.runner, self.settings, self.recurrent, self.sample_in_graph = runner, settings, recurrent, sample_in_graph
         self.page_size = page_size
         self.future_tokens = future_tokens or FutureTokens(max(settings.max_requests, MIN_ROWS), runner.device)
         self.one_row, self.lora_slots = one_row or OneRowCheck(runner), lora_slots
@@ -177,7 +178,7 @@ class StepRunner:
         return Step(batch, self.graphs.captured[GraphKey("piecewise", size)], num_logits)
 
     def run(self, step: Step) -> StepOutput:
-        """Logits [num_logits, vocabulary], and what `tail` makes of them.
+        """Logits [num_logits, vocabulary], and the tokens that `sample_in_graph` chooses.
 
         Raises:
             CaptureError: a tensor of the model moved; or, with `verify`, a replay gave other logits than the model uncaptured.
@@ -190,8 +191,8 @@ class StepRunner:
             output = self._replay(step.batch, step.captured)
             if self.settings.verify and step.num_logits:
                 self._verify(step, output[0])
-        logits, tail = output
-        return StepOutput(logits[: step.num_logits], None if tail is None else tail[: step.num_logits])
+        logits, tokens = output
+        return StepOutput(logits[: step.num_logits], None if tokens is None else tokens[: step.num_logits])
 
     def report(self) -> CaptureReport:
         """Which mode serves which steps, and what that cost."""
@@ -206,7 +207,7 @@ class StepRunner:
     def _capture_specs(self) -> CaptureSpecs:
         assert self.buffers is not None
         return CaptureSpecs(
-            self.runner, self.settings, self.pool, self.backend, self.buffers, self.recurrent, self.tail, self.future_tokens,
+            self.runner, self.settings, self.pool, self.backend, self.buffers, self.recurrent, self.sample_in_graph, self.future_tokens,
             self.one_row, self.lora_slots,
         )  # fmt: skip
 
@@ -226,7 +227,7 @@ class StepRunner:
 
     def _uncaptured(self, batch: Batch) -> Output:
         with ForwardContext(batch, self.pool, self.backend, self.recurrent):
-            return forward(self.runner, batch, self.tail, self.future_tokens)
+            return forward(self.runner, batch, self.sample_in_graph, self.future_tokens)
 
     def _verify(self, step: Step, logits: Tensor) -> None:
         """KV is written twice, with the same numbers."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.engine.llm import LLM
-from paged_attn.engine.requests.request import TokenEvent
+from paged_attn.engine.requests.outputs import TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
 
 Scores = Callable[[int], tuple[Tensor, ...] | None]

@@ -7,7 +7,7 @@ from typing import Any
 
 from paged_attn.asynchronous.job import Job
 from paged_attn.asynchronous.texts import Texts
-from paged_attn.engine.requests.request import Completion, TokenEvent
+from paged_attn.engine.requests.outputs import Completion, TokenEvent
 from paged_attn.server.api.bodies import Body, CompletionBody
 from paged_attn.server.api.replies import Known, Reply, is_text, known_of
 

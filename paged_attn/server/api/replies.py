@@ -15,7 +15,7 @@ from paged_attn.asynchronous.texts import Texts
 from paged_attn.chat.answers.answer_form import finish_reason
 from paged_attn.chat.answers.reader import AnswerReader, read_event
 from paged_attn.chat.parts import Content, Part, Reasoning
-from paged_attn.engine.requests.request import Completion, TokenEvent
+from paged_attn.engine.requests.outputs import Completion, TokenEvent
 from paged_attn.server.api.bodies import Body
 from paged_attn.server.http.errors import ApiError, api_error
 
@@ -59,7 +59,7 @@ class Reply:
         yield "data: [DONE]"
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        known = None if completion.logprobs is None else [known_of(s) for s in self.job.requests[index].known]
+        known = None if completion.logprobs is None else [known_of(s) for s in self.job.requests[index].logprobs]
         ids = {"token_ids": completion.token_ids, "prompt_token_ids": completion.prompt_token_ids} if self.body.return_token_ids else {}
         content, finish_reason = self.content(completion)
         return {

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from paged_attn import SamplingParams
 from paged_attn.attn_ops.errors import ContextError
-from paged_attn.engine.requests.request import Completion
+from paged_attn.engine.requests.outputs import Completion
 from tests.engine.models import assert_nothing_left, bytes_tokenizer, make_llm, oracle, random_prompts, tiny, tokenizer
 from tests.tiny_models import build
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from paged_attn import SamplingParams
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.engine.requests.request import FinishReason
+from paged_attn.engine.requests.outputs import FinishReason
 from paged_attn.engine.sampling.structured import guides
 from paged_attn.engine.sampling.structured.guides import Guides
 from tests.engine.models import assert_idle, bytes_tokenizer, make_engine, make_llm, oracle, random_prompts, tiny, tokenizer

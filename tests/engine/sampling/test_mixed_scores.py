@@ -11,7 +11,8 @@ import torch
 
 from paged_attn import SamplingParams
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.requests.request import Completion, Request
+from paged_attn.engine.requests.outputs import Completion
+from paged_attn.engine.requests.request import Request
 from tests.engine.models import assert_idle, make_engine, oracle, random_prompts, tiny
 from tests.recurrent_models import recurrent
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paged_attn import LLM, EngineConfig, SamplingParams
-from paged_attn.engine.requests.request import Completion
+from paged_attn.engine.requests.outputs import Completion
 from paged_attn.engine.sampling import logprobs, prompt_scores
 from paged_attn.engine.sampling.prompt_scores import LOGITS_BYTES, PromptScores, ScoredTokens, score_rows
 from paged_attn.engine.steps.step_runner import StepOutput

@@ -335,7 +335,7 @@ def test_the_most_likely_tokens_are_chosen_in_the_graphs() -> None:
     assert best is not None and best.shape == (2,) and torch.equal(best, logits.argmax(-1))
     assert best.data_ptr() == step.captured.segments.output[1].data_ptr()
     without = captured_engine(graph_sampling=False)
-    assert without.steps.run(without.steps.prepare([BatchRequest([5], [1], 2)])).tail is None
+    assert without.steps.run(without.steps.prepare([BatchRequest([5], [1], 2)])).greedy_tokens is None
     assert tokens_of(without) == [oracle(prompt) for prompt in PROMPTS]
 
 

@@ -229,7 +229,7 @@ def test_logits_that_are_not_finite_end_one_request_and_leave_nothing_in_the_cac
 
     def spoilt(*args: Any) -> StepOutput:
         output = run(*args)
-        logits, tokens = output.logits.clone(), output.tail.clone()
+        logits, tokens = output.logits.clone(), output.greedy_tokens.clone()
         logits[0], tokens[0] = float("inf"), -1
         return StepOutput(logits, tokens)
 
@@ -286,8 +286,8 @@ def test_penalties_logprobs_and_seeds_come_out_as_without_overlap() -> None:
         run_all(engine)
         assert engine.scheduler.stats.preemptions > 0
         outputs.append([r.output_token_ids for r in requests])
-        logprobs = requests[0].known[3].top_logprobs
-        assert logprobs is not None and len(logprobs) == 2 and requests[1].known[2].logprob is not None
+        logprobs = requests[0].logprobs[3].top_logprobs
+        assert logprobs is not None and len(logprobs) == 2 and requests[1].logprobs[2].logprob is not None
     assert outputs[0] == outputs[1]
     assert outputs[0][1] == oracle(PROMPTS[1], 16, repetition_penalty=1.4)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import overload
 
-from paged_attn.engine.requests.request import TokenEvent
+from paged_attn.engine.requests.outputs import TokenEvent
 
 
 class TokenEvents(Sequence[TokenEvent]):

@@ -1,0 +1,95 @@
+"""What comes out of a request: a `TokenEvent` for each new token, and one `Completion` at its end."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paged_attn.engine.sampling.sampler_output import SampledToken
+
+if TYPE_CHECKING:
+    from paged_attn.engine.requests.request import Request
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(slots=True)  # not frozen: hundreds are made in every step
+class TokenEvent:
+    """One new token of one request: what a step returns and `LLM.stream` yields.
+
+    Attributes:
+        index: of the prompt in the call to `stream`; -1 from `Engine.step`.
+        answer: which of the `n` answers to it.
+        token_id: None in the last event of a request that ended without a new token.
+        text: the text that this token released; text that may still change is held back.
+        logprob, top_logprobs: as asked for by SamplingParams.logprobs.
+        finish_reason: None until the last event.
+    """
+
+    request_id: str
+    token_id: int | None
+    text: str
+    finish_reason: str | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] | None = None
+    index: int = -1
+    answer: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The result of one prompt, or one of its `n` results.
+
+    Attributes:
+        index: of the prompt in the call; answer: which of the answers to it.
+        token_ids: the new ids, a stop token included.
+        text: their text, without special tokens and cut before a stop string, unless the params ask otherwise.
+        finish_reason: "stop", "length" or "cancelled".
+        stop_reason: the stop token id or stop string, where there was one.
+        logprobs: per new token a dict from token id to log-probability, the sampled one included; None unless asked for.
+        cached_tokens: prompt tokens whose KV came from the prefix cache.
+        prompt_logprobs: for each token of the prompt a dict from token id to log-probability, itself and the most likely ones; None for the
+            first, and for others that were not to be scored. None unless asked for.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None
+    logprobs: list[dict[int, float]] | None
+    cached_tokens: int
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    index: int = 0
+    answer: int = 0
+
+    @property
+    def outputs(self) -> tuple[Completion]:
+        """Itself, for programs that read vLLM's results: `n` answers are `n` of these here, beside each other."""
+        return (self,)
+
+    @classmethod
+    def of(cls, request: Request) -> Completion:
+        logprobs = None if request.params.logprobs is None else [_as_dict(token) for token in request.logprobs]
+        prompt_logprobs = None
+        if request.params.prompt_logprobs is not None:
+            not_scored = min(request.first_scored, len(request.prompt_token_ids))
+            prompt_logprobs = [*(None,) * not_scored, *map(_as_dict, request.scored)]
+        return cls(
+            request.id, request.prompt, list(request.prompt_token_ids), request.output_token_ids, request.detokenizer.text,
+            str(request.finish_reason), request.stop_reason, logprobs, request.cached_tokens, prompt_logprobs, request.index,
+            request.answer,
+        )  # fmt: skip
+
+
+def _as_dict(token: SampledToken) -> dict[int, float]:
+    assert token.logprob is not None
+    return {**dict(token.top_logprobs or ()), token.token_id: token.logprob}
