@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from paged_attn.asynchronous.admission.request_limit import RequestLimit
 from paged_attn.asynchronous.engine_thread import EngineThread
 from paged_attn.asynchronous.errors import RequestFailedError
 from paged_attn.asynchronous.fair_pool import FairPool
 from paged_attn.asynchronous.job import Job, Prompt
 from paged_attn.asynchronous.observer import Observer
-from paged_attn.asynchronous.request_limit import RequestLimit
 from paged_attn.asynchronous.status import Status
 from paged_attn.asynchronous.stream import Stream, together
 from paged_attn.asynchronous.texts import Texts, length_of
@@ -317,7 +317,7 @@ class AsyncLLM:
         requests = await self._ended(job, told)
         for answer, request in enumerate(requests):
             request.index, request.answer = index, answer
-        return [Completion.of(request) for request in requests]
+        return [request.completion() for request in requests]
 
     async def _ended(self, job: Job, tell: Callable[[int, TokenEvent], None] = lambda *_: None) -> list[Request]:
         """The job's requests when all have ended; whatever happens, nothing of it runs any more."""

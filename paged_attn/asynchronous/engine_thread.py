@@ -6,33 +6,25 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
-from paged_attn.asynchronous.errors import (
-    EngineDiedError,
-    NotServingError,
-    PromptError,
-    QueueFullError,
-    ServingError,
-    StepFailedError,
-    closed_before_its_end,
-)
+from paged_attn.asynchronous.admission.job_queue import JobQueue
+from paged_attn.asynchronous.admission.waiting_jobs import WaitingJobs, made_room, waited_too_long
+from paged_attn.asynchronous.errors import EngineDiedError, NotServingError, ServingError, StepFailedError, closed_before_its_end
+from paged_attn.asynchronous.failed_steps import FailedSteps, hit_by_failed_step
 from paged_attn.asynchronous.job import Accepted, Job, Update
 from paged_attn.asynchronous.observer import Observer
 from paged_attn.asynchronous.snapshot import EngineSnapshot
 from paged_attn.asynchronous.status import Status, described, in_words
-from paged_attn.asynchronous.waiting_jobs import WaitingJobs, fair_share, made_room, waited_too_long
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.requests.outputs import FinishReason, TokenEvent
-from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.engine.requests.outputs import TokenEvent
 
 logger = logging.getLogger("paged_attn")
 ADDS_PER_TURN = 64  # so that a flood of requests does not hold up those that run
-DOUBTFUL = 3  # failed steps in a row after which nothing new is let in until the engine is seen to work
 
 
 class EngineThread:
@@ -40,7 +32,7 @@ class EngineThread:
 
     Args:
         make_engine: called on the thread; may take minutes.
-        max_queue: prompts that may wait beyond those that can run. When so many do, tenants share the queue equally.
+        max_queue: prompts that may wait beyond those that can run (`JobQueue`).
         queue_seconds: how long one may wait; None: for ever.
 
     A step that raises ends its requests with a StepFailedError; all others go on. After that, as soon as the engine
@@ -54,24 +46,19 @@ class EngineThread:
         self.engine: Engine | None = None
         self.error: BaseException | None = None
         self.snapshot = EngineSnapshot()
-        self.max_queue, self.queue_seconds = max_queue, queue_seconds
+        self.queue_seconds = queue_seconds
         self.raises_start_failure = False  # somebody tells the user why there is no engine
         self.status = Status.LOADING
         self._make_engine, self._observer = make_engine, observer or Observer()
         self._condition = threading.Condition()
-        self._adds: deque[Job] = deque()
+        self._queue = JobQueue(max_queue)
         self._cancels: deque[Job] = deque()
-        self._pending: Counter[Hashable] = Counter()  # prompts of each tenant that were submitted and are not in `snapshot` yet
-        self._beyond = 0  # prompts that were let into a full queue, for which others are to make room
-        self._blocked = False  # the last step left some waiting: whoever comes now has to wait, too
         self._questions: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any]]] = deque()
         self._everything: ServingError | None = None  # cancel all that there is, for this reason
         self._taken: list[Job] = []  # of this turn: whoever may not be the engine's yet
         self._asked: list[tuple[Callable[[Engine], Any], asyncio.Future[Any]]] = []
         self._stopping = False
-        self._failures = 0  # steps in a row
-        self._probe_due = False
-        self._events_due = False  # a step failed: the next one brings the events that were due
+        self._failed_steps = FailedSteps()
         self._owners: dict[str, tuple[Job, int]] = {}  # of the engine's requests, by id
         self._started: set[str] = set()  # those with a first token
         self._waiting = WaitingJobs(lambda request: self.engine is not None and self.engine.scheduler.waiting.is_new(request))
@@ -110,27 +97,9 @@ class EngineThread:
             QueueFullError: too many wait.
             PromptError: so many prompts can never wait.
         """
-        count = job.size
         with self._condition:
-            config, now = self.refuse_unless_ready().config, self.snapshot
-            if count > config.max_requests + self.max_queue:
-                raise too_many_prompts(count, config.max_requests, self.max_queue)
-            waiting = now.waiting + self._pending.total()
-            beyond = self._too_many(waiting + count, now.running, config.max_requests)
-            if beyond > 0:
-                waiting_of = Counter(now.waiting_of) + self._pending
-                if waiting_of[job.tenant] + count > fair_share(self.max_queue, waiting_of, job.tenant):
-                    state = f"{now.running} requests run and {waiting} wait; at most {self.max_queue} may wait"
-                    raise QueueFullError(f"the queue is full: {state}; try again later")
-                self._beyond += min(count, beyond)
-            self._adds.append(job)
-            self._pending[job.tenant] += count
+            self._queue.add(job, self.refuse_unless_ready().config.max_requests, self.snapshot)
             self._condition.notify()
-
-    def _too_many(self, waiting: int, running: int, max_requests: int) -> int:
-        """By how many those that wait are more than the queue has room for, beside those that begin next."""
-        begin_next = 0 if self._blocked else max(max_requests - running, 0)
-        return waiting - self.max_queue - begin_next
 
     def cancel(self, job: Job) -> None:
         """Stop a job, wherever it is; nothing happens if it has ended."""
@@ -202,18 +171,17 @@ class EngineThread:
         while True:
             with self._condition:
                 while not (
-                    self._adds or self._cancels or self._questions or self._everything or self._stopping
-                    or engine.has_work or self._probe_due
+                    self._queue or self._cancels or self._questions or self._everything or self._stopping
+                    or engine.has_work or self._failed_steps.probe_due
                 ):  # fmt: skip
                     self._condition.wait()
                 cancels, self._cancels = list(self._cancels), deque()
                 questions, self._questions = list(self._questions), deque()
                 everything, self._everything = self._everything, None
-                held_back = self._failures >= DOUBTFUL and self._probe_due
-                adds = [] if held_back else [self._adds.popleft() for _ in range(min(len(self._adds), ADDS_PER_TURN))]
-                if everything is not None:
-                    adds += self._adds
-                    self._adds.clear()
+                if everything is None:
+                    adds = [] if self._failed_steps.hold_back else self._queue.take(ADDS_PER_TURN)
+                else:
+                    adds = self._queue.take()
                 self._taken, self._asked = adds, questions
                 stopping = self._stopping
             for job in cancels:
@@ -233,8 +201,9 @@ class EngineThread:
             if engine.has_work:
                 self._step(engine)
                 self._publish(engine, stepped=True)
-            elif self._probe_due:
-                self._probe(engine)
+            elif self._failed_steps.probe_due:
+                self._end_lost(engine)
+                self._failed_steps.probe(engine)  # what this raises ends the thread
 
     def _answer(self, engine: Engine, question: Callable[[Engine], Any], answer: asyncio.Future[Any]) -> None:
         try:
@@ -268,14 +237,11 @@ class EngineThread:
         if self.queue_seconds is not None:
             late = list(self._waiting.overdue(time.perf_counter(), self.queue_seconds))
             self._send(self._fail(engine, late, waited_too_long(self.queue_seconds), "queue_timeout"))
+        scheduler = engine.scheduler
         with self._condition:
-            beyond, self._beyond = self._beyond, 0
-            left = sum(job.size for job in self._adds)
-        if beyond:  # counted when they came: others may have left since
-            scheduler = engine.scheduler
-            beyond = min(beyond, self._too_many(len(scheduler.waiting) + left, len(scheduler.running), engine.config.max_requests))
-        if beyond > 0:  # who was preempted and waits again pushes nobody out
-            surplus = list(self._waiting.surplus(beyond, self.max_queue, engine.scheduler.waiting.count_of))
+            excess = self._queue.take_excess(len(scheduler.running), len(scheduler.waiting), engine.config.max_requests)
+        if excess > 0:  # who was preempted and waits again pushes nobody out
+            surplus = list(self._waiting.surplus(excess, self._queue.max_queue, scheduler.waiting.count_of))
             self._send(self._fail(engine, surplus, made_room(), "turned_away"))
 
     def _drop(self, engine: Engine, job: Job, outcome: str | None) -> None:
@@ -301,12 +267,11 @@ class EngineThread:
             if not engine.recovers:
                 raise
             logger.exception("a step of the engine failed")
-            self._failures += 1
-            self._probe_due = self._events_due = True
+            self._failed_steps.one_failed()
             self._observer.step_failed()
-            self._send(self._fail(engine, self._hit_by_failed_step(engine), _step_failed(in_words(error)), "error"))
+            self._send(self._fail(engine, hit_by_failed_step(engine, self._owners), _step_failed(in_words(error)), "error"))
             return
-        self._failures = 0
+        self._failed_steps.one_worked()
         now = time.perf_counter()
         if engine.stats.steps > steps:  # else it only waited for the one before
             self._observer.step(now - started)
@@ -315,19 +280,10 @@ class EngineThread:
 
     def _end_lost(self, engine: Engine) -> None:
         """After a failed step all events that were due have come: whoever has ended and was not told is told now."""
-        if self._events_due:
-            self._events_due = False
+        if self._failed_steps.events_due:
+            self._failed_steps.events_due = False
             lost = {job for job, index in self._owners.values() if job.requests[index].finish_reason is not None}
             self._send(self._fail(engine, lost, _step_failed("its last token was lost"), "error"))
-
-    def _hit_by_failed_step(self, engine: Engine) -> set[Job]:
-        """Jobs of the requests of the step that raised. Where there was none yet (the scheduler raised), of all that run; then of the first
-        that waits; then of all: every failed step ends at least one request. Events of those that had ended come with the next step."""
-        owned = [job.requests[index] for job, index in self._owners.values()]
-        for requests in (engine.last_scheduled, engine.scheduler.running, islice(engine.scheduler.waiting, 1), owned):
-            if hit := {self._owners[r.id][0] for r in requests if r.id in self._owners and r.finish_reason is None}:
-                return hit
-        return set()
 
     def _update_of(self, event: TokenEvent, now: float) -> tuple[Job, Update] | None:
         owner = self._owners.get(event.request_id)
@@ -347,40 +303,22 @@ class EngineThread:
             self._observer.ended(str(event.finish_reason), now - job.arrived)
         return job, (index, event)
 
-    def _probe(self, engine: Engine) -> None:
-        """One token on an idle engine; what this raises ends the thread."""
-        self._end_lost(engine)
-        pooler = engine.pooler
-        if pooler is None:
-            request = engine.add_request([0], SamplingParams(max_new_tokens=1, ignore_eos=True))
-        else:
-            request = engine.add_request([pooler.some_id], pooler.params(engine.is_causal))
-        while engine.has_work:
-            engine.step()
-        if request.finish_reason is not FinishReason.LENGTH:
-            raise RuntimeError(f"after a failed step, a probe of one token ended with {request.finish_reason}: {request.error}")
-        self._probe_due, self._failures = False, 0
-
     def _publish(self, engine: Engine, taken: Iterable[Job] = (), stepped: bool = False) -> None:
         snapshot = EngineSnapshot.of(engine)
         with self._condition:
             self.snapshot = snapshot
-            for job in taken:
-                self._pending[job.tenant] -= job.size
-            self._pending = +self._pending  # who has none is forgotten
+            self._queue.were_seen(taken)
             if stepped:
-                self._blocked = snapshot.waiting > 0
+                self._queue.blocked = snapshot.waiting > 0
 
     def _end(self, status: Status, error: BaseException | None) -> None:
         """Nothing is served any more; whoever waits is told."""
         with self._condition:
             self.status, self.error = status, error
             self._condition.notify_all()
-            waiting = {*self._adds, *self._taken, *(job for job, _ in self._owners.values())}
-            self._adds.clear()
+            waiting = {*self._queue.clear(), *self._taken, *(job for job, _ in self._owners.values())}
             questions, self._questions = [*self._asked, *self._questions], deque()
             self._owners.clear()
-            self._pending.clear()
         told = NotServingError(self.describe(), str(status)) if error is None else EngineDiedError(self.describe())
         self._send((job, told) for job in waiting)
         for _, answer in questions:
@@ -398,11 +336,6 @@ class EngineThread:
             except RuntimeError:  # the loop was closed: nobody is left to tell
                 with self._condition:
                     self._cancels += [job for job, _ in listed]
-
-
-def too_many_prompts(count: int, max_requests: int, max_queue: int, param: str = "prompt") -> PromptError:
-    limit = f"{max_requests + max_queue}: {max_requests} that run and {max_queue} that wait"
-    return PromptError(f"{count} prompts in one request; this server takes at most {limit}", param)
 
 
 def _step_failed(why: str) -> StepFailedError:

@@ -143,7 +143,7 @@ def run_prompts(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, on_
         engine.kv.num_usable,
         pool.page_size,
     )
-    run = Run([Completion.of(request) for request in requests], numbers)
+    run = Run([request.completion() for request in requests], numbers)
     if interrupted:
         raise RunInterruptedError(run)
     return run

@@ -150,7 +150,7 @@ class LLM(PoolingCalls):
         """
         requests = self._add(prompts, one_of(params, sampling_params), namespace, priority, streamed=False, lora=lora)
         self._finish(requests, progress)
-        return [Completion.of(request) for request in requests]
+        return [request.completion() for request in requests]
 
     def chat(
         self,
@@ -192,7 +192,7 @@ class LLM(PoolingCalls):
         chats = self._chats(messages, settings, one_of(params, sampling_params))
         requests = self._add(chats.texts, chats.params, namespace, priority, streamed=False, forms=chats.forms, lora=lora)
         self._finish(requests, progress)
-        return [ChatCompletion.read(Completion.of(request), chats.forms[request.index]) for request in requests]
+        return [ChatCompletion.read(request.completion(), chats.forms[request.index]) for request in requests]
 
     def stream_chat(
         self,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from paged_attn import AsyncLLM, EngineConfig, SamplingParams
+from paged_attn.asynchronous.admission.request_limit import RequestLimit
 from paged_attn.asynchronous.errors import NotServingError, StepFailedError
-from paged_attn.asynchronous.request_limit import RequestLimit
 from paged_attn.asynchronous.stream import together
 from paged_attn.attn_ops.errors import ContextError
 from tests.engine.models import (
@@ -67,7 +67,8 @@ async def idle(llm: AsyncLLM) -> None:
     engine = llm.thread.engine
     assert engine is not None
     # Both are read by the thread before it waits: whoever is in neither is done with.
-    await until(lambda: not (llm.thread._owners or llm.thread._adds or llm.thread._cancels or engine.has_work or llm.thread._probe_due))
+    thread = llm.thread
+    await until(lambda: not (thread._owners or thread._queue or thread._cancels or engine.has_work or thread._failed_steps.probe_due))
     assert_idle(engine)
 
 
@@ -118,7 +119,7 @@ def test_many_coroutines_share_steps() -> None:
         prompts = random_prompts(4, *[7] * 8)
         with held(engine) as permits:
             tasks = [asyncio.create_task(llm.generate(prompt, GREEDY)) for prompt in prompts]
-            await until(lambda: len(llm.thread._owners) + len(llm.thread._adds) == 8)
+            await until(lambda: len(llm.thread._owners) + len(llm.thread._queue) == 8)
             permits.release(10**6)
             done = await asyncio.gather(*tasks)
         assert [each.token_ids for (each,) in done] == [oracle(prompt) for prompt in prompts]
@@ -278,7 +279,7 @@ def test_more_than_fit_wait_and_all_are_answered() -> None:
         async def watch() -> None:
             nonlocal most
             while True:
-                most = max(most, len(llm.thread._owners) + len(llm.thread._adds))
+                most = max(most, len(llm.thread._owners) + len(llm.thread._queue))
                 await asyncio.sleep(0)
 
         watching = asyncio.create_task(watch())

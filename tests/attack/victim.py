@@ -87,7 +87,7 @@ class Victim:
     def _is_busy(self) -> bool:
         state = self.server.state
         assert self.engine is not None
-        return bool(len(state.calls) or self.engine.has_work or state.llm.thread._probe_due or self.server.server_state.tasks)
+        return bool(len(state.calls) or self.engine.has_work or state.llm.thread._failed_steps.probe_due or self.server.server_state.tasks)
 
     def set_faults(self, rate: float) -> None:
         assert self.faults is not None
@@ -105,7 +105,7 @@ class Victim:
         kv = engine.kv
         return {
             "calls": len(state.calls), "requests": len(engine.requests), "owners": len(state.llm.thread._owners),
-            "waiting jobs": len(state.llm.thread._waiting), "pending": state.llm.thread._pending.total(),
+            "waiting jobs": len(state.llm.thread._waiting), "pending": state.llm.thread._queue.num_unseen,
             "pages held": kv.held_pages, "locks": 0 if kv.tree is None else kv.tree.locked_pages,
             "clients of pools": len(state.llm.texts._pool._waiting) + len(state.llm.guide_pool._waiting),
             "connections": len(self.server.server_state.connections), "status": str(state.llm.thread.status),

@@ -51,7 +51,7 @@ class Running:
         """Those that were submitted and have not ended, as far as the engine's thread has said."""
         thread = self.server.state.llm.thread
         with thread._condition:  # else one that moves on in between counts twice
-            return thread._pending.total() + thread.snapshot.waiting + thread.snapshot.running
+            return thread._queue.num_unseen + thread.snapshot.waiting + thread.snapshot.running
 
     def stop(self) -> None:
         """As a signal does, but without waiting."""
@@ -67,7 +67,8 @@ class Running:
         """Until no request is left; then nothing may be held."""
         wait_for(lambda: self.metric("requests", 'state="running"') + self.metric("requests", 'state="waiting"') == 0)
         wait_for(lambda: self.metric("kv_pages", 'state="used"') == 0)
-        wait_for(lambda: not self.server.state.llm.thread._probe_due and not self.engine.has_work)  # after a failed step, a probe runs
+        failed_steps = self.server.state.llm.thread._failed_steps  # after one, a probe runs
+        wait_for(lambda: not failed_steps.probe_due and not self.engine.has_work)
         assert_idle(self.engine)
         assert not self.server.state.llm.thread._owners and not self.server.state.llm.thread._started
 

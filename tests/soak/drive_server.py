@@ -119,12 +119,12 @@ def drive(plan: Plan) -> Counter[str]:
         thread = running.server.state.llm.thread
         if not plan.abrupt:
             running.wait_idle()
-            wait_for(lambda: not thread._probe_due)
+            wait_for(lambda: not thread._failed_steps.probe_due)
             assert running.http.get("/health").status_code == 200, running.http.get("/health").text
             assert running.metric("failed_steps_total") == faults.injected
     engine = kept[0]
     assert_closed(engine)
-    left = {name: getattr(thread, name) for name in ("_owners", "_started", "_adds", "_cancels", "_pending")}
+    left = {name: getattr(thread, name) for name in ("_owners", "_started", "_queue", "_cancels")} | {"unseen": thread._queue.num_unseen}
     assert not any(left.values()), f"the server's thread still has {left}"
     assert not thread._thread.is_alive()
     faults.remove()

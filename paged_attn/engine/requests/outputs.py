@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from paged_attn.engine.sampling.sampler_output import SampledToken
-
-if TYPE_CHECKING:
-    from paged_attn.engine.requests.request import Request
 
 
 class FinishReason(enum.StrEnum):
@@ -75,21 +69,3 @@ class Completion:
     def outputs(self) -> tuple[Completion]:
         """Itself, for programs that read vLLM's results: `n` answers are `n` of these here, beside each other."""
         return (self,)
-
-    @classmethod
-    def of(cls, request: Request) -> Completion:
-        logprobs = None if request.params.logprobs is None else [_as_dict(token) for token in request.logprobs]
-        prompt_logprobs = None
-        if request.params.prompt_logprobs is not None:
-            not_scored = min(request.first_scored, len(request.prompt_token_ids))
-            prompt_logprobs = [*(None,) * not_scored, *map(_as_dict, request.scored)]
-        return cls(
-            request.id, request.prompt, list(request.prompt_token_ids), request.output_token_ids, request.detokenizer.text,
-            str(request.finish_reason), request.stop_reason, logprobs, request.cached_tokens, prompt_logprobs, request.index,
-            request.answer,
-        )  # fmt: skip
-
-
-def _as_dict(token: SampledToken) -> dict[int, float]:
-    assert token.logprob is not None
-    return {**dict(token.top_logprobs or ()), token.token_id: token.logprob}

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, WholeText
-from paged_attn.engine.requests.outputs import FinishReason
+from paged_attn.engine.requests.outputs import Completion, FinishReason
 from paged_attn.engine.requests.pooled_rows import Pooled
 from paged_attn.engine.requests.request_rows import RequestRows
 from paged_attn.engine.sampling.sampler_output import SampledToken
@@ -222,3 +222,20 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.tokens[len(self.prompt_token_ids) :]
+
+    def completion(self) -> Completion:
+        """What came out, once it has ended."""
+        logprobs = None if self.params.logprobs is None else [_as_dict(token) for token in self.logprobs]
+        prompt_logprobs = None
+        if self.params.prompt_logprobs is not None:
+            not_scored = min(self.first_scored, len(self.prompt_token_ids))
+            prompt_logprobs = [*(None,) * not_scored, *map(_as_dict, self.scored)]
+        return Completion(
+            self.id, self.prompt, list(self.prompt_token_ids), self.output_token_ids, self.detokenizer.text, str(self.finish_reason),
+            self.stop_reason, logprobs, self.cached_tokens, prompt_logprobs, self.index, self.answer,
+        )  # fmt: skip
+
+
+def _as_dict(token: SampledToken) -> dict[int, float]:
+    assert token.logprob is not None
+    return {**dict(token.top_logprobs or ()), token.token_id: token.logprob}

@@ -40,7 +40,7 @@ class Reply:
 
     async def whole(self) -> dict[str, Any]:
         """Raises ServingError if a request failed."""
-        choices = [self.choice(i, Completion.of(request)) for i, request in enumerate(await self.job.finished())]
+        choices = [self.choice(i, request.completion()) for i, request in enumerate(await self.job.finished())]
         return {**self.head, "object": self.kind, "choices": choices, "usage": self.job.usage()}
 
     async def lines(self) -> AsyncIterator[str]:

@@ -11,7 +11,6 @@ import torch
 
 from paged_attn import SamplingParams
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.requests.outputs import Completion
 from paged_attn.engine.requests.request import Request
 from tests.engine.models import assert_idle, make_engine, oracle, random_prompts, tiny
 from tests.recurrent_models import recurrent
@@ -43,7 +42,7 @@ def wanted(rng: random.Random) -> tuple[list[int], SamplingParams]:
 
 
 def check(name: str, request: Request) -> None:
-    completion, params = Completion.of(request), request.params
+    completion, params = request.completion(), request.params
     prompt, scores = completion.prompt_token_ids, completion.prompt_logprobs
     model = recurrent(name) if name == "falcon_h1" else tiny(name)
     assert completion.token_ids == (oracle(prompt, params.max_new_tokens, model) if params.max_new_tokens else [])

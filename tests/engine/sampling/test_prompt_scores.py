@@ -107,7 +107,7 @@ def test_captured_steps(compiled: bool) -> None:
     modes = modes_of(engine)
     requests = [engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
     run_all(engine)
-    assert_all(model, [Completion.of(request) for request in requests])
+    assert_all(model, [request.completion() for request in requests])
     assert {"uncaptured", "piecewise", "full"} <= set(modes)
 
 
@@ -154,7 +154,7 @@ def test_preempted_in_the_middle_of_a_prompt(overlap: bool) -> None:
     urgent = [engine.add_request(p, SamplingParams(max_new_tokens=12)) for p in others]
     run_all(engine)
     assert engine.scheduler.stats.preemptions > 0
-    assert_scored(tiny(), Completion.of(scored), 2)
+    assert_scored(tiny(), scored.completion(), 2)
     assert scored.output_token_ids == oracle(long, 6) and [r.output_token_ids for r in urgent] == [oracle(p, 12) for p in others]
     assert_idle(engine)
 
@@ -167,7 +167,7 @@ def test_a_step_that_raises_scores_nothing_twice(at_call: int, overlap: bool) ->
     requests = [engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
     _, raised = run_past_errors(engine)
     assert raised == 1
-    assert_all(tiny(), [Completion.of(request) for request in requests])
+    assert_all(tiny(), [request.completion() for request in requests])
     assert_idle(engine)
 
 
@@ -190,7 +190,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(new: int, overlap: b
         good, bad = (engine.add_request(p, SamplingParams(max_new_tokens=new, prompt_logprobs=1)) for p in (PROMPTS[5], [5, 6, POISON, 7]))
         run_all(engine)
     assert bad.finish_reason == "error" and "NaN or infinite logits" in str(bad.error)
-    assert_scored(tiny(), Completion.of(good), 1)
+    assert_scored(tiny(), good.completion(), 1)
     assert_idle(engine)
 
 

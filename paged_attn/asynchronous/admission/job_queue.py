@@ -1,0 +1,91 @@
+"""Jobs that the engine does not have yet, and how many prompts may wait."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable
+
+from paged_attn.asynchronous.admission.waiting_jobs import fair_share
+from paged_attn.asynchronous.errors import PromptError, QueueFullError
+from paged_attn.asynchronous.job import Job
+from paged_attn.asynchronous.snapshot import EngineSnapshot
+
+
+class JobQueue:
+    """In the order in which they came. Whoever calls holds the condition of the engine's thread.
+
+    Args:
+        max_queue: prompts that may wait beyond those that can run. When so many do, tenants share the queue equally.
+
+    Attributes:
+        blocked: the engine's last step left some waiting, so that whoever comes now has to wait, too.
+    """
+
+    def __init__(self, max_queue: int) -> None:
+        self.max_queue = max_queue
+        self.blocked = False
+        self._jobs: deque[Job] = deque()
+        self._unseen: Counter[Hashable] = Counter()  # prompts of each tenant that no snapshot of the engine has counted yet
+        self._beyond = 0  # prompts that were let into a full queue, for which others are to make room
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def num_unseen(self) -> int:
+        return self._unseen.total()
+
+    def add(self, job: Job, max_requests: int, engine: EngineSnapshot) -> None:
+        """Raises:
+        QueueFullError: too many wait.
+        PromptError: so many prompts can never wait.
+        """
+        count = job.size
+        if count > max_requests + self.max_queue:
+            raise too_many_prompts(count, max_requests, self.max_queue)
+        waiting = engine.waiting + self.num_unseen
+        beyond = self._too_many(waiting + count, engine.running, max_requests)
+        if beyond > 0:
+            waiting_of = Counter(engine.waiting_of) + self._unseen
+            if waiting_of[job.tenant] + count > fair_share(self.max_queue, waiting_of, job.tenant):
+                state = f"{engine.running} requests run and {waiting} wait; at most {self.max_queue} may wait"
+                raise QueueFullError(f"the queue is full: {state}; try again later")
+            self._beyond += min(count, beyond)
+        self._jobs.append(job)
+        self._unseen[job.tenant] += count
+
+    def take(self, count: int | None = None) -> list[Job]:
+        """The first ones; None: all."""
+        return [self._jobs.popleft() for _ in range(len(self._jobs) if count is None else min(len(self._jobs), count))]
+
+    def were_seen(self, jobs: Iterable[Job]) -> None:
+        """The engine's snapshot counts them from now on."""
+        for job in jobs:
+            self._unseen[job.tenant] -= job.size
+        self._unseen = +self._unseen  # who has none is forgotten
+
+    def take_excess(self, running: int, waiting: int, max_requests: int) -> int:
+        """How many prompts have to make room for those that were let into a full queue since the last call.
+
+        Args:
+            running, waiting: requests of the engine now; some may have left since those came.
+        """
+        beyond, self._beyond = self._beyond, 0
+        if beyond == 0:
+            return 0
+        return max(min(beyond, self._too_many(waiting + sum(job.size for job in self._jobs), running, max_requests)), 0)
+
+    def _too_many(self, waiting: int, running: int, max_requests: int) -> int:
+        """By how many those that wait are more than the queue has room for, beside those that begin next."""
+        begin_next = 0 if self.blocked else max(max_requests - running, 0)
+        return waiting - self.max_queue - begin_next
+
+    def clear(self) -> list[Job]:
+        """Empty it; what was in it."""
+        self._unseen.clear()
+        return self.take()
+
+
+def too_many_prompts(count: int, max_requests: int, max_queue: int, param: str = "prompt") -> PromptError:
+    limit = f"{max_requests + max_queue}: {max_requests} that run and {max_queue} that wait"
+    return PromptError(f"{count} prompts in one request; this server takes at most {limit}", param)
