@@ -29,7 +29,7 @@ os.environ["PAGED_ATTN_CACHE"] = "none"  # nor may what is in this user's cache;
 # Where a trace is what is tested, or what the passes make of one, every test traces anew: a graph from disk has no values of nodes.
 TRACING_ROOMS = ("capture", "check", "engine.tracing", "graph_cache", "passes", "recurrent")
 TRACING_MODULES = (
-    "backends.selection.test_experts", "cli.test_ranks", "engine.runners.test_model_runner", "test_drop_in", "test_expert_parallel",
+    "backends.selection.test_experts", "cli.test_ranks", "engine.runners.test_traced_runner", "test_drop_in", "test_expert_parallel",
     "test_explain", "test_inductor", "test_tensor_parallel",
 )  # fmt: skip
 

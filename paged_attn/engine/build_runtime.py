@@ -35,9 +35,9 @@ from paged_attn.engine.lora.lora_slots import LoraSlots
 from paged_attn.engine.memory.grouped_kv import num_page_ids
 from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.runners.compilers import start_compilers
-from paged_attn.engine.runners.model_runner import ModelRunner
-from paged_attn.engine.runners.patched_runner import PatchedRunner
+from paged_attn.engine.runners.hooked_runner import HookedRunner
 from paged_attn.engine.runners.runner import Runner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.engine.sampling.sampler import greedy_sample
 from paged_attn.engine.steps.capture_specs import CaptureSettings
 from paged_attn.engine.steps.step_runner import StepRunner
@@ -72,7 +72,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
         if not config.compile:
             if isinstance(model, Body):
                 raise UnsupportedError(f"{model.name} embeds or classifies, which runs traced alone; leave compile=False out")
-            return PatchedRunner(model, options, config.follow_generate, probe)
+            return HookedRunner(model, options, config.follow_generate, probe)
         use_experts(lambda name: experts_backend(name).forward)
         start_compilers(only_device(model), config)
         if only_device(model).type == "cuda" and has_triton():
@@ -94,7 +94,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             "gemv": config.gemv,
         }
         passes = tuple(name for name in OPTIONAL if on.get(name, True) and name not in config.disable_passes)
-        runner = ModelRunner(model, replace(options, pdl=bool(config.pdl), passes=passes), config.follow_generate, probe)
+        runner = TracedRunner(model, replace(options, pdl=bool(config.pdl), passes=passes), config.follow_generate, probe)
     cut = [layer.spec.module for layer in runner.recurrent if is_cut(model, layer.module)]
     if ranks is not None and cut:
         runner.close()
@@ -141,7 +141,7 @@ def lora_runner(runner: Runner, config: EngineConfig) -> LoraRunner | None:
     """What runs steps with adapters, with room for them; None if the settings ask for none."""
     if not config.max_loras:
         return None
-    assert isinstance(runner, ModelRunner) and runner.compiled.lora is not None
+    assert isinstance(runner, TracedRunner) and runner.compiled.lora is not None
     return LoraRunner(runner, runner.compiled.lora, config.max_loras, config.max_lora_rank)
 
 

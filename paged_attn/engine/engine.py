@@ -46,7 +46,7 @@ from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.scheduling.scheduler import Scheduler
 from paged_attn.engine.setting_names import tells_names
 from paged_attn.engine.steps.in_flight import InFlightStep
-from paged_attn.engine.steps.step_layout import NONE_UNDER_WAY, StepLayout, build_step
+from paged_attn.engine.steps.step_layout import NONE_IN_FLIGHT, StepLayout, build_step
 from paged_attn.engine.steps.step_runner import StepOutput
 from paged_attn.engine.steps.thread_choice import ThreadChoice, num_threads, num_threads_to_start
 from paged_attn.passes.fx.model_facts import model_device
@@ -76,7 +76,7 @@ class Engine:
         device: of the model; it is the current one whenever the engine computes.
 
     Raises:
-        UnsupportedError: see `ModelRunner` and `PatchedRunner`; or no backend runs its layers; or the pool cannot hold two pages.
+        UnsupportedError: see `TracedRunner` and `HookedRunner`; or no backend runs its layers; or the pool cannot hold two pages.
     """
 
     recovers = True  # after a step that raised it is fit for others
@@ -376,10 +376,10 @@ class Engine:
             )
             return False
         running, requests = self.scheduler.running, scheduled.requests
-        under_way = self._in_flight[-1].number if self._in_flight else NONE_UNDER_WAY
+        in_flight = self._in_flight[-1].number if self._in_flight else NONE_IN_FLIGHT
         checkpoints = self.kv.states.take_checkpoints(requests, scheduled.counts)
         layout, columns = build_step(
-            scheduled, running.rows, running.indices(requests), under_way, self.pooler is not None, checkpoints, self.kv.frames
+            scheduled, running.rows, running.indices(requests), in_flight, self.pooler is not None, checkpoints, self.kv.frames
         )
         self.last_scheduled = requests
         steps = self.steps

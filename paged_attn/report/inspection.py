@@ -66,7 +66,7 @@ def explain(compiled: nn.Module | LLM | Engine) -> str:
 
 def explanation(compiled: nn.Module | LLM | Engine) -> Explanation:
     """The same as data."""
-    from paged_attn.engine.runners.model_runner import ModelRunner
+    from paged_attn.engine.runners.traced_runner import TracedRunner
     from paged_attn.hf.compiled.compiled_calls import PagedCalls
 
     target = _engine_or_model(compiled)
@@ -77,7 +77,7 @@ def explanation(compiled: nn.Module | LLM | Engine) -> Explanation:
         return replace(found, capture=(*found.capture, how))
     if not isinstance(target, nn.Module):
         runner, selection = target.runner, target.selection
-        graph = GraphExplanation.of(runner.compiled) if isinstance(runner, ModelRunner) else GraphExplanation.of_hooked(runner)
+        graph = GraphExplanation.of(runner.compiled) if isinstance(runner, TracedRunner) else GraphExplanation.of_hooked(runner)
         name, capture = type(runner.model).__name__, tuple(target.steps.report().lines())
         return Explanation(name, (graph,), selection.backend.name, selection.describe(), capture, tuple(memory_lines(target)))
     model, graphs = _graphs(target)
@@ -104,9 +104,9 @@ def _graphs(compiled: nn.Module) -> tuple[nn.Module, list[CompiledGraph]]:
     if _paged(model, graphs):
         return model, graphs
     if compiled is model and getattr(model, "_compiled_call_impl", None) is None:
-        from paged_attn.engine.runners.model_runner import ModelRunner
+        from paged_attn.engine.runners.traced_runner import TracedRunner
 
-        return model, [*graphs, ModelRunner(model, CompileOptions(passes=("scans",))).compiled]
+        return model, [*graphs, TracedRunner(model, CompileOptions(passes=("scans",))).compiled]
     _trace(compiled, model)
     graphs = graphs_of(model)
     if not graphs:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paged_attn import LLM, SamplingParams, UnsupportedError
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import CompiledGraph
-from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 from tests import tiny_models
 from tests.oracle import random_prompts
 from tests.zoo.build import build as build_of_zoo
@@ -30,7 +30,7 @@ def stops(graph: CompiledGraph) -> list[str]:
 
 def captured(model: nn.Module) -> CompiledGraph:
     torch._dynamo.reset()
-    return ModelRunner(model, CompileOptions(inductor=False)).compiled
+    return TracedRunner(model, CompileOptions(inductor=False)).compiled
 
 
 def test_mixtral_whose_experts_loop_stops_at_them() -> None:

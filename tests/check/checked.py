@@ -14,7 +14,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import CompiledGraph
-from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.hf.patch import Patched
 from tests.check.planted import SPEC_ERRORS, Change, planted
 
@@ -32,7 +32,7 @@ class Traced:
             self.checks.append(lambda: run(graph, *given))
 
         with mock.patch.object(CompiledGraph, "check", kept):
-            self.runner = ModelRunner(model, CompileOptions(inductor=False, passes=PASSES))
+            self.runner = TracedRunner(model, CompileOptions(inductor=False, passes=PASSES))
         self.graph = self.runner.compiled
 
     @property

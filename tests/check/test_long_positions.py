@@ -15,7 +15,7 @@ from paged_attn import LLM, Batch, BatchRequest, KVPool, SamplingParams, Unsuppo
 from paged_attn.check.compare import long_positions
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 from tests.oracle import random_prompts
 from tests.tiny_models import LONG_ROPE, VOCAB, build
 from tests.versions import newest_only
@@ -84,13 +84,13 @@ def config(**more: Any) -> SimpleNamespace:
 )
 def test_the_message_says_what_to_set_only_where_that_was_seen_to_help(given: Any, words: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"a token at position 255 moves other tokens of its batch in .*{words}"):
-        ModelRunner(Follows(64, given), CompileOptions(inductor=False))
+        TracedRunner(Follows(64, given), CompileOptions(inductor=False))
 
 
 def test_a_composite_model_is_told_which_of_its_configs() -> None:
     text = config(original_max_position_embeddings=64)
     with pytest.raises(UnsupportedError, match=r"set model\.config\.get_text_config\(\)\.max_position_embeddings = 64"):
-        ModelRunner(Follows(64, SimpleNamespace(get_text_config=lambda: text)), CompileOptions(inductor=False))
+        TracedRunner(Follows(64, SimpleNamespace(get_text_config=lambda: text)), CompileOptions(inductor=False))
 
 
 def test_without_the_self_check_nothing_is_compared_and_a_long_request_does_change_a_short_one() -> None:
@@ -110,7 +110,7 @@ def test_without_the_self_check_nothing_is_compared_and_a_long_request_does_chan
 @pytest.mark.parametrize(("switch", "longest"), [(64, 64), (64, 25), (10**6, 256)])
 def test_what_stays_the_same_within_the_models_positions_passes(switch: int, longest: int) -> None:
     model = Follows(switch, SimpleNamespace(max_position_embeddings=longest))
-    assert ModelRunner(model, CompileOptions(inductor=False)).max_positions == longest
+    assert TracedRunner(model, CompileOptions(inductor=False)).max_positions == longest
 
 
 def test_a_model_that_can_not_be_called_at_its_last_position_is_refused_in_words() -> None:
@@ -127,7 +127,7 @@ def test_a_model_that_can_not_be_called_at_its_last_position_is_refused_in_words
 
     model = Lies(10**6, SimpleNamespace(max_position_embeddings=256), positions=200)
     with pytest.raises(UnsupportedError, match="cannot run a token at position 255: IndexError: index out of range"):
-        ModelRunner(model, CompileOptions(inductor=False))
+        TracedRunner(model, CompileOptions(inductor=False))
 
 
 @pytest.mark.parametrize("moves_here", [False, True])

@@ -10,16 +10,16 @@ from torch import nn
 from paged_attn.check.runs.steps import lengths_of_steps
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.steps_ahead import RunsWith
-from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 
 PASSES = ("latent_attention", "experts", "scans", "routing", "merge_linears", "gemv")
 
 
-def traced(model: nn.Module) -> ModelRunner:
-    return ModelRunner(model, CompileOptions(inductor=False, self_check=False, passes=PASSES))
+def traced(model: nn.Module) -> TracedRunner:
+    return TracedRunner(model, CompileOptions(inductor=False, self_check=False, passes=PASSES))
 
 
-def steps_of(runner: ModelRunner, page_size: int) -> RunsWith:
+def steps_of(runner: TracedRunner, page_size: int) -> RunsWith:
     """With our kernels for all of its scans."""
     layers = [
         replace(layer, scans=tuple(replace(each, name="triton", rest="triton") for each in layer.scans)) for layer in runner.recurrent

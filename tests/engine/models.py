@@ -26,7 +26,7 @@ from paged_attn.engine import build_runtime
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer
 from paged_attn.engine.requests.request import Request
-from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from tests.attn_ops.radix_invariants import check_invariants, num_payloads
 from tests.tiny_models import VOCAB, build
@@ -42,8 +42,8 @@ def tiny(name: str = "qwen3") -> PreTrainedModel:
 
 
 @functools.cache
-def _runner(model: PreTrainedModel, scans: bool) -> ModelRunner:
-    return ModelRunner(model, CompileOptions(passes=("scans",) if scans else ()))
+def _runner(model: PreTrainedModel, scans: bool) -> TracedRunner:
+    return TracedRunner(model, CompileOptions(passes=("scans",) if scans else ()))
 
 
 def make_engine(model: PreTrainedModel | None = None, tokenizer: Any = None, **settings: Any) -> Engine:
@@ -60,7 +60,7 @@ def make_llm(model: PreTrainedModel | None = None, tokenizer: Any = None, **sett
 
 def one_capture() -> Any:
     """Engines made inside share one capture of each model, without optional passes but `scans`."""
-    return mock.patch.object(build_runtime, "ModelRunner", lambda model, options, *_: copy.copy(_runner(model, "scans" in options.passes)))
+    return mock.patch.object(build_runtime, "TracedRunner", lambda model, options, *_: copy.copy(_runner(model, "scans" in options.passes)))
 
 
 def random_prompts(seed: int, *lengths: int) -> list[list[int]]:

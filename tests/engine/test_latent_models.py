@@ -22,8 +22,8 @@ from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.latent import step
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine import build_runtime
-from paged_attn.engine.runners import model_runner
-from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.runners import traced_runner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.graph_cache.entries import VARIABLE
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
@@ -46,14 +46,14 @@ def truth() -> tuple[list[list[int]], list[list[int]]]:
 
 
 @cache
-def _runner() -> ModelRunner:
-    return ModelRunner(tiny(), CompileOptions(passes=("latent_attention",)))
+def _runner() -> TracedRunner:
+    return TracedRunner(tiny(), CompileOptions(passes=("latent_attention",)))
 
 
 @contextmanager
 def one_capture() -> Iterator[None]:
     """Engines made inside share one capture of the tiny model."""
-    with mock.patch.object(build_runtime, "ModelRunner", lambda *_: copy.copy(_runner())):
+    with mock.patch.object(build_runtime, "TracedRunner", lambda *_: copy.copy(_runner())):
         yield
 
 
@@ -135,7 +135,7 @@ def test_explain_says_so() -> None:
 def test_the_graph_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     first = served()
-    monkeypatch.setattr(model_runner, "trace_model", lambda *_: pytest.fail("the model was traced"))
+    monkeypatch.setattr(traced_runner, "trace_model", lambda *_: pytest.fail("the model was traced"))
     again = served()
     assert first[0] == again[0] == truth()[1]
     assert again[1].compiled.rewrite.layers == first[1].compiled.rewrite.layers and again[1].compiled.rewrite.num_latents == 3

@@ -10,7 +10,7 @@ import torch
 
 from paged_attn import LLM, SamplingParams
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.recurrent.run import RecurrentRunner
 from tests.engine.models import assert_idle, fail_once, make_engine, make_llm, run_all
 from tests.oracle import greedy, random_prompts
@@ -158,7 +158,7 @@ def test_the_model_is_left_as_it_was(name: str) -> None:
     hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
     model.train()
     try:
-        ModelRunner(model, make_engine(model).runner.compiled.options)
+        TracedRunner(model, make_engine(model).runner.compiled.options)
         assert all(module.training for module in model.modules())
     finally:
         model.eval()

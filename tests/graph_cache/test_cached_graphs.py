@@ -21,8 +21,8 @@ from transformers.models.mistral import modeling_mistral
 
 from paged_attn import LLM, SamplingParams, patch
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.engine.runners import model_runner
-from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.runners import traced_runner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.graph_cache import entries, key
 from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.graph_cache.entries import VARIABLE, Entries
@@ -40,16 +40,16 @@ def mistral(**config: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ModelRunner, Path]]:
+def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TracedRunner, Path]]:
     """The runner that traced, and the cache that it left."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PAGED_ATTN_CACHE", str(folder))
-        yield ModelRunner(mistral(), OPTIONS), folder
+        yield TracedRunner(mistral(), OPTIONS), folder
 
 
 @pytest.fixture
-def cache(first: tuple[ModelRunner, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(first: tuple[TracedRunner, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that holds the graph of `mistral()`, as the user's."""
     monkeypatch.setenv("PAGED_ATTN_CACHE", str(first[1]))
     return first[1]
@@ -71,9 +71,9 @@ def is_found(model: nn.Module, options: CompileOptions = OPTIONS, positions: boo
     return kept is not None and kept.find() is not None
 
 
-def test_the_graph_from_disk_is_the_traced_one(first: tuple[ModelRunner, Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "trace_model", no_trace)
-    traced, again = first[0].compiled, ModelRunner(mistral(seed=3), OPTIONS).compiled  # of other weights
+def test_the_graph_from_disk_is_the_traced_one(first: tuple[TracedRunner, Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced_runner, "trace_model", no_trace)
+    traced, again = first[0].compiled, TracedRunner(mistral(seed=3), OPTIONS).compiled  # of other weights
     assert graph_data(again.original) == graph_data(traced.original), "the one that it is compared with, too"
     assert again.rewrite.layers == traced.rewrite.layers and again.rewrite.merges == traced.rewrite.merges
     assert again.rewrite.merges and again.specs == traced.specs and again.rewrite.num_gathered == traced.rewrite.num_gathered > 0
@@ -86,7 +86,7 @@ def test_the_graph_from_disk_is_the_traced_one(first: tuple[ModelRunner, Path], 
 
 
 def test_it_gives_the_models_own_tokens(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "trace_model", no_trace)
+    monkeypatch.setattr(traced_runner, "trace_model", no_trace)
     model, prompts = mistral(seed=5), random_prompts((1, 9, 30))
     expected = [greedy(model, prompt, 12) for prompt in prompts]
     with LLM(model, merge_linears=True, gemv=True, num_pages=64, max_batch_tokens=16) as llm:
@@ -113,7 +113,7 @@ def test_another_process_finds_it(tmp_path: Path) -> None:
         "import torch; from tests.graph_cache.test_cached_graphs import *\n"
         "kept = CachedGraphs.of(mistral(), OPTIONS, True)\n"
         "print('key', kept.key, 'found', kept.find() is not None)\n"
-        "ModelRunner(mistral(), OPTIONS)\n"
+        "TracedRunner(mistral(), OPTIONS)\n"
     )
     said = []
     for seed in ("1", "77"):
@@ -340,7 +340,7 @@ def test_a_wrong_graph_is_found_by_the_numbers_and_made_anew(cache: Path, said: 
             layer["spec"]["scale"] *= 1.5
 
     rewritten(path, without_window)
-    runner = ModelRunner(mistral(), OPTIONS)
+    runner = TracedRunner(mistral(), OPTIONS)
     assert "loaded from disk" not in runner.compiled.rewrite.seconds, "it was rewritten here"
     assert "is not used, and the model is traced anew" in said(logging.WARNING) and "self-check failed" in said(logging.WARNING)
     assert is_found(mistral()), "the new one has taken its place"
@@ -390,7 +390,7 @@ class Slopes(nn.Module):
 
 def test_parameters_on_whose_values_a_proof_rests_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_ATTN_CACHE", str(tmp_path))
-    traced = ModelRunner(Slopes(), CompileOptions())
+    traced = TracedRunner(Slopes(), CompileOptions())
     assert traced.layers[0].alibi_slopes == (0.5, 0.25)
     other = Slopes()
     with torch.no_grad():
@@ -399,10 +399,10 @@ def test_parameters_on_whose_values_a_proof_rests_are_compared(tmp_path: Path, m
     kept = CachedGraphs.of(other, CompileOptions(), True)
     assert kept is not None and list(kept.entries.read(kept.key)), "the key knows no parameter's values"
     assert kept.find() is None
-    assert ModelRunner(other, CompileOptions()).layers[0].alibi_slopes == (1.0, 0.5)
-    monkeypatch.setattr(model_runner, "trace_model", no_trace)
-    ModelRunner(Slopes(), CompileOptions())  # both are kept, side by side
-    assert ModelRunner(other, CompileOptions()).layers[0].alibi_slopes == (1.0, 0.5)
+    assert TracedRunner(other, CompileOptions()).layers[0].alibi_slopes == (1.0, 0.5)
+    monkeypatch.setattr(traced_runner, "trace_model", no_trace)
+    TracedRunner(Slopes(), CompileOptions())  # both are kept, side by side
+    assert TracedRunner(other, CompileOptions()).layers[0].alibi_slopes == (1.0, 0.5)
 
 
 def test_many_writers_and_readers_at_once(tmp_path: Path, said: Callable[[int], str]) -> None:

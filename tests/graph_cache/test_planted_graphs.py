@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.graph_cache.allowed_calls import ATTRIBUTES, FUNCTIONS, METHODS, MODULES
 from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.graph_cache.entries import VARIABLE, Entries, _head
@@ -234,7 +234,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, str(folder))
-        ModelRunner(mistral(), OPTIONS)
+        TracedRunner(mistral(), OPTIONS)
     return folder
 
 
@@ -282,7 +282,7 @@ def test_a_planted_file_is_left_and_the_model_is_traced(cache: Path, change: Cal
 
 def test_a_planted_file_runs_no_command_when_a_model_starts(cache: Path) -> None:
     planted(cache, shell_command)
-    runner = ModelRunner(mistral(), OPTIONS)
+    runner = TracedRunner(mistral(), OPTIONS)
     assert runner.compiled.original is not None, "it was traced"
     assert not Path(MARK).exists() and is_found(), "and the new graph has taken its place"
 

@@ -13,8 +13,8 @@ import torch
 
 from paged_attn import LLM, SamplingParams
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.engine.runners import model_runner
-from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.runners import traced_runner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.graph_cache.entries import VARIABLE, _head
 from paged_attn.graph_cache.key import graph_key
 from paged_attn.passes.fx.graph_tools import dtype_of
@@ -28,11 +28,11 @@ OPTIONS = CompileOptions(inductor=False, passes=("scans",))
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, Path]:
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[TracedRunner, Path]:
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, str(folder))
-        return ModelRunner(recurrent(NAME), OPTIONS), folder
+        return TracedRunner(recurrent(NAME), OPTIONS), folder
 
 
 @pytest.mark.parametrize(("name", "disabled"), [("lfm2", ()), ("bamba", ("scans",))], ids=["by ops", "by its own forward"])
@@ -44,7 +44,7 @@ def test_another_start_gives_the_models_tokens_without_a_trace(
     model, prompts = copy.deepcopy(recurrent(name)), random_prompts((1, 9, 30, 17))
     with LLM(model, **settings) as llm:
         scans = llm.engine.runner.compiled.rewrite.num_scans  # type: ignore[attr-defined]
-    monkeypatch.setattr(model_runner, "trace_model", no_trace)
+    monkeypatch.setattr(traced_runner, "trace_model", no_trace)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.01)
@@ -63,13 +63,13 @@ def test_numbers_have_their_own_types_in_the_checks_of_a_graph_from_disk(tmp_pat
         with LLM(model, num_pages=64, max_requests=4, max_batch_tokens=16) as llm:
             graph = llm.engine.runner.compiled.original.graph  # type: ignore[attr-defined]
         types.append({node.name: dtype_of(node) for node in graph.nodes if (dtype_of(node) or torch.int64).is_floating_point})
-        monkeypatch.setattr(model_runner, "trace_model", no_trace)
+        monkeypatch.setattr(traced_runner, "trace_model", no_trace)
     assert types[0] == types[1]
     decays = [node.args[3].name for node in graph.nodes if "gated_delta_rule" in str(node.target)]
     assert decays and {types[1][name] for name in decays} == {torch.float32}
 
 
-def test_what_a_trace_sees_of_a_layer_is_in_the_key(first: tuple[ModelRunner, Path]) -> None:
+def test_what_a_trace_sees_of_a_layer_is_in_the_key(first: tuple[TracedRunner, Path]) -> None:
     model, layers = first[0].model, first[0].recurrent
     own = graph_key(model, OPTIONS, True, layers)
     assert own == graph_key(model, OPTIONS, True, layers)
@@ -83,7 +83,7 @@ def test_what_a_trace_sees_of_a_layer_is_in_the_key(first: tuple[ModelRunner, Pa
 
 
 def test_a_planted_graph_of_layers_that_are_not_there_is_traced_anew(
-    first: tuple[ModelRunner, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: tuple[TracedRunner, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path,) = first[1].joinpath("graphs").glob("*.graph")
     head, _, body = path.read_bytes().partition(b"\n")
@@ -95,6 +95,6 @@ def test_a_planted_graph_of_layers_that_are_not_there_is_traced_anew(
     body = json.dumps(record).encode()
     tmp_path.joinpath("graphs", path.name).write_bytes(_head(head.decode().split()[0], body).encode() + b"\n" + body)
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    monkeypatch.setattr(model_runner, "trace_model", no_trace)
+    monkeypatch.setattr(traced_runner, "trace_model", no_trace)
     with pytest.raises(AssertionError, match="the model was traced"):
-        ModelRunner(recurrent(NAME), OPTIONS)
+        TracedRunner(recurrent(NAME), OPTIONS)

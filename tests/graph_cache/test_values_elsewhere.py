@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.graph_cache.cached_graphs import CachedGraphs
 
 OPTIONS = CompileOptions(inductor=False)
@@ -98,7 +98,7 @@ NUMBERS = {
 @pytest.mark.parametrize("how", NUMBERS)
 def test_a_number_that_changed_is_seen(modules: dict[str, ModuleType], how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make = modules["model_of_far"].Model
-    ModelRunner(make(how).eval(), OPTIONS)
+    TracedRunner(make(how).eval(), OPTIONS)
     assert is_found(make(how).eval())
     module, path = NUMBERS[how]
     monkeypatch.setattr(f"{module}.{path}", 301, raising=False)  # an object's own may stand in its class so far
@@ -107,5 +107,5 @@ def test_a_number_that_changed_is_seen(modules: dict[str, ModuleType], how: str,
 
 def test_what_reads_the_environment_is_not_kept(modules: dict[str, ModuleType]) -> None:
     make = modules["model_of_far"].FromTheEnvironment
-    ModelRunner(make().eval(), OPTIONS)
+    TracedRunner(make().eval(), OPTIONS)
     assert not is_found(make().eval())

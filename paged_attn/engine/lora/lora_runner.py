@@ -10,10 +10,10 @@ from paged_attn.compiled.graph_inputs import logits_of
 from paged_attn.compiled.lora_graph import LoraGraph
 from paged_attn.engine.lora.lora_pool import LoraPool
 from paged_attn.engine.runners.merged_weights import with_spare_rows
-from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 
 
-class LoraRunner(ModelRunner):
+class LoraRunner(TracedRunner):
     """The same model in the same memory, run by its graph with adapters; batches say each row's (`LoraSlots.given`).
 
     Args:
@@ -21,7 +21,7 @@ class LoraRunner(ModelRunner):
         slots, rank: those that the graph was made for.
     """
 
-    def __init__(self, base: ModelRunner, graph: LoraGraph, slots: int, rank: int) -> None:
+    def __init__(self, base: TracedRunner, graph: LoraGraph, slots: int, rank: int) -> None:
         vars(self).update(vars(base))
         self.base = base  # what it keeps as it is may be undone when nobody has it
         bound = self.inputs.all
@@ -39,7 +39,7 @@ class LoraRunner(ModelRunner):
         return {**super().owned, **{f"adapters {index}": tensor for index, tensor in enumerate(self.adapters.tensors)}}
 
     def forward(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
-        """As `ModelRunner.forward`.
+        """As `TracedRunner.forward`.
 
         Raises:
             ContextError: no forward context, or its batch says nothing of adapters.

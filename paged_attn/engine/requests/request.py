@@ -55,7 +55,7 @@ class Request:
         adapter: 1 more than the slot of its adapter; 0 if it has none. `lora` is its name.
         future_row: where the device has the last chosen token (see `FutureTokens`).
         produced_by: the number of the step that chose it; 0 before there is one.
-        longest_cached: how many tokens it may have before what it has cached is of no use (see `Runner.length_borders`).
+        length_border: how many tokens it may have before what it has cached is of no use (see `Runner.length_borders`).
         length_borders: those of the model.
         rows, row: where its numbers and pages lie.
         num_locked: tokens of `pages` that the prefix cache owns and `lock` protects.
@@ -120,7 +120,7 @@ class Request:
     is_argmax_only = _InRow()
     scores_from = _InRow()
     adapter = _InRow()
-    longest_cached = _InRow()
+    length_border = _InRow()
 
     def __post_init__(self) -> None:
         self.row = self.rows.take()
@@ -135,12 +135,12 @@ class Request:
 
     def take_length(self) -> None:
         """What it has cached from now on is for as many tokens as it has; before there is anything."""
-        self.longest_cached = next((border for border in self.length_borders if self.num_tokens <= border), NO_BORDER)
+        self.length_border = next((border for border in self.length_borders if self.num_tokens <= border), NO_BORDER)
 
     @property
     def prefix_key(self) -> Hashable:
         """Whose cached prefixes it shares: of its namespace, and of requests to the same border."""
-        return (self.namespace, self.longest_cached) if self.length_borders else self.namespace
+        return (self.namespace, self.length_border) if self.length_borders else self.namespace
 
     def move_to(self, rows: RequestRows) -> None:
         """Keep numbers and pages in a row of another place from now on."""

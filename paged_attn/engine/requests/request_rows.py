@@ -26,7 +26,7 @@ class RequestRows:
     is_argmax_only: NDArray[np.int64]
     scores_from: NDArray[np.int64]
     adapter: NDArray[np.int64]
-    longest_cached: NDArray[np.int64]
+    length_border: NDArray[np.int64]
 
     def __init__(self, rows: int) -> None:
         names = RequestRows.__annotations__  # the columns above

@@ -1,3 +1,3 @@
-"""What runs a model's steps: `ModelRunner` (traced and rewritten) or `PatchedRunner` (hooked), behind
+"""What runs a model's steps: `TracedRunner` (traced and rewritten) or `HookedRunner` (hooked), behind
 `runner.py`.
 """

@@ -1,4 +1,4 @@
-"""What the engine needs of whatever runs the model: `ModelRunner` (traced and rewritten) or `PatchedRunner` (hooked, not compiled)."""
+"""What the engine needs of whatever runs the model: `TracedRunner` (traced and rewritten) or `HookedRunner` (hooked, not compiled)."""
 
 from __future__ import annotations
 

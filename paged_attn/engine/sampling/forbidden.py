@@ -67,13 +67,13 @@ class Forbidden:
         """Whether anything may be forbidden after so many new tokens."""
         return self.words is not None or num_chosen < self.min_tokens
 
-    def next(self, tokens: Sequence[int], num_chosen: int, under_way: int) -> NotNext:
-        """After the known tokens, prompt included, of which `num_chosen` are new with those `under_way` (one at most)."""
+    def next(self, tokens: Sequence[int], num_chosen: int, num_pending: int) -> NotNext:
+        """After the known tokens, prompt included, of which `num_chosen` are new with those `num_pending` (one at most)."""
         ends = list(self.end) if num_chosen < self.min_tokens else []
         if self.words is None:
             return NotNext(ends, [])
-        assert 0 <= under_way <= 1, f"{under_way} tokens are under way"
-        if under_way:
+        assert 0 <= num_pending <= 1, f"{num_pending} tokens are under way"
+        if num_pending:
             return NotNext([*ends, *self.words.single], self.words.next_but_one(tokens))
         return NotNext([*ends, *self.words.next(tokens)], [])
 

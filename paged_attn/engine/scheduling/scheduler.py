@@ -62,7 +62,7 @@ class Scheduler:
 
     When pages run out, the least urgent and of these the newest running request is preempted: its pages go (its finished ones to the
     prefix cache), and it is recomputed from prompt and output, before new requests of its priority, so that its tokens stay the same.
-    A request is preempted, too, to admit a more urgent one. One that has outgrown what it has cached (`Request.longest_cached`) is
+    A request is preempted, too, to admit a more urgent one. One that has outgrown what it has cached (`Request.length_border`) is
     recomputed likewise. No decision depends on the time: equal calls give equal steps.
 
     Args:
@@ -124,7 +124,7 @@ class Scheduler:
         requests, indices = self.running.in_order()
         rows = self.running.rows
         tokens = rows.num_tokens[indices]
-        outgrown = (tokens > rows.longest_cached[indices]) & (tokens < rows.token_limit[indices])
+        outgrown = (tokens > rows.length_border[indices]) & (tokens < rows.token_limit[indices])
         if outgrown.any() and not drained:
             self.wants_drain = True
             return True

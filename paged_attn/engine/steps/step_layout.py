@@ -18,7 +18,7 @@ from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.scheduling.step_plan import ScheduledStep
 from paged_attn.engine.steps.forward import future_token
 
-NONE_UNDER_WAY = -1
+NONE_IN_FLIGHT = -1
 
 
 class StepLayout(NamedTuple):
@@ -49,13 +49,13 @@ def build_step(
     step: ScheduledStep,
     rows: RequestRows,
     indices: NDArray[np.int64],
-    under_way: int,
+    in_flight: int,
     pools: bool = False,
     checkpoints: Mapping[int, Sequence[StateCheckpoint]] | None = None,
     frames: NDArray[np.int32] | None = None,
 ) -> tuple[StepLayout, RequestColumns]:
     """What each request's share of a step is, and what the batch is made of; the requests are at `indices` [requests] in `rows`, and the
-    host has all tokens but those of the step that is `under_way` (its number). With `pools` the requests are embedded. `frames`
+    host has all tokens but those of the step that is `in_flight` (its number). With `pools` the requests are embedded. `frames`
     [groups, pages]: the pool's pages, by group of layers, that the requests' pages stand for; None: these are the pool's."""
     requests, counts, samples = step.requests, step.counts, step.samples
     starts = rows.num_cached[indices]
@@ -68,7 +68,7 @@ def build_step(
         tables = frames.take(page_table, axis=1)
         page_table, group_tables = tables[0], tables[1:]
     columns = RequestColumns(
-        tokens=_tokens(step, starts, future_token(rows.future_row[indices]), rows.produced_by[indices] == under_way),
+        tokens=_tokens(step, starts, future_token(rows.future_row[indices]), rows.produced_by[indices] == in_flight),
         page_table=page_table,
         num_pages=num_pages,
         num_cached=starts,
@@ -123,12 +123,12 @@ def _scored(
 
 
 def _tokens(
-    step: ScheduledStep, starts: NDArray[np.int64], stand_ins: NDArray[np.int64], is_under_way: NDArray[np.bool_]
+    step: ScheduledStep, starts: NDArray[np.int64], stand_ins: NDArray[np.int64], is_pending: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """The tokens of all requests from `starts` on, one after another; one that `is_under_way` is the only one of its request."""
-    if is_under_way.all():
+    """The tokens of all requests from `starts` on, one after another; one that `is_pending` is the only one of its request."""
+    if is_pending.all():
         return stand_ins
-    tokens, is_known = stand_ins.repeat(step.counts), ~is_under_way
+    tokens, is_known = stand_ins.repeat(step.counts), ~is_pending
     known: list[int] = []
     ends = starts + step.counts
     for request, start, end in zip(

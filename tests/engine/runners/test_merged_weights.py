@@ -101,7 +101,7 @@ def test_the_compile_backend_does_not_take_the_option() -> None:
 
 
 def test_the_self_check_looks_at_the_merged_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_attn.engine.runners import model_runner
+    from paged_attn.engine.runners import traced_runner
 
     def swapped(args: list[Any], merges: tuple[Merge, ...]) -> list[Any]:
         bound = bind_merged(args, merges)
@@ -109,7 +109,7 @@ def test_the_self_check_looks_at_the_merged_weights(monkeypatch: pytest.MonkeyPa
         bound[first] = bound[first].flip(0)
         return bound
 
-    monkeypatch.setattr(model_runner, "bind_merged", swapped)
+    monkeypatch.setattr(traced_runner, "bind_merged", swapped)
     with pytest.raises(
         UnsupportedError, match=r"what is served computes something else in model\.layers\.1\.self_attn .*merge_linears=False"
     ):

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paged_attn import LLM, SamplingParams
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.graph_cache.graph_data import graph_data, graph_of
 from paged_attn.passes.fx.graph_tools import name_of
 from tests.oracle import greedy, random_prompts
@@ -135,7 +135,7 @@ def test_merged_linears_take_the_chosen_rows(name: str, products: int) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_such_a_graph_can_be_kept(name: str) -> None:
-    gm = ModelRunner(model_of(name), CompileOptions(passes=("early_logits_gather",))).compiled.rewrite.gm
+    gm = TracedRunner(model_of(name), CompileOptions(passes=("early_logits_gather",))).compiled.rewrite.gm
     assert gm is not None
     again = graph_of(graph_data(gm), torch.device("cpu"))
     assert [node.name for node in again.graph.nodes] == [node.name for node in gm.graph.nodes]

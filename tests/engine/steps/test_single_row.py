@@ -19,7 +19,7 @@ from paged_attn.check.runs.traced_served import TracedServed
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.engine.steps.one_row_check import check_one_row
 from paged_attn.report.explanation import besides
 from tests.capture.tape import TapeRecorder
@@ -135,7 +135,7 @@ class TestWhereOneRowIsNotWhatMoreAre:
 def test_compiled_pieces_run_one_row() -> None:
     """Inductor compiled them for two rows and more."""
     options = CompileOptions(inductor=True, passes=("early_logits_gather", "merge_linears", "gemv"))
-    runner = ModelRunner(build("llama", tie_word_embeddings=False), options)
+    runner = TracedRunner(build("llama", tie_word_embeddings=False), options)
     pool = KVPool(runner.layers, 2, 4, runner.dtype)
     backend = select_for_pool("torch_native", pool, runner.dtype).backend
     check_one_row(runner.served(), pool, backend)
@@ -166,6 +166,6 @@ class Angles:
 
 
 def test_what_the_check_puts_between_pieces_has_the_strides_of_one_row() -> None:
-    runner = ModelRunner(build("llama"), CompileOptions())
+    runner = TracedRunner(build("llama"), CompileOptions())
     pool = KVPool(runner.layers, 2, 4, runner.dtype)
     check_one_row(Angles(), pool, select_for_pool("torch_native", pool, runner.dtype).backend)  # type: ignore[arg-type]

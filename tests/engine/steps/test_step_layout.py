@@ -17,7 +17,7 @@ from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
 from paged_attn.engine.requests.request_rows import RequestRows
 from paged_attn.engine.scheduling.running_set import RunningSet
 from paged_attn.engine.steps.forward import future_token
-from paged_attn.engine.steps.step_layout import NONE_UNDER_WAY, build_step
+from paged_attn.engine.steps.step_layout import NONE_IN_FLIGHT, build_step
 from tests.engine.models import assert_idle, make_engine, oracle, random_prompts, request_of, tokenizer
 from tests.engine.scheduling.schedulers import Scheduled
 from tests.engine.scheduling.test_scheduling_world import ANYTHING, WITH_STATES, simulate
@@ -50,7 +50,7 @@ class LaidOut(World):
         running = self.scheduler.running
         assert running.in_order()[0] == list(running)
         parts, columns = build_step(
-            self.step_made, running.rows, running.indices(self.step_made.requests), self.number if self.flights else NONE_UNDER_WAY
+            self.step_made, running.rows, running.indices(self.step_made.requests), self.number if self.flights else NONE_IN_FLIGHT
         )
         rows = [one_by_one(each) for each in scheduled]
         assert columns.rows() == rows

@@ -21,7 +21,7 @@ from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.capture.graphs.segments import record
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.engine.runners.patched_runner import PatchedRunner
+from paged_attn.engine.runners.hooked_runner import HookedRunner
 from tests.capture.tape import TapeRecorder
 from tests.engine.models import oracle, random_prompts
 from tests.recurrent_models import recurrent
@@ -33,21 +33,21 @@ GREEDY = SamplingParams(max_new_tokens=6)
 
 
 @contextmanager
-def runner_of(model: nn.Module, **settings: Any) -> Iterator[PatchedRunner]:
-    runner = PatchedRunner(model, OPTIONS, **settings)
+def runner_of(model: nn.Module, **settings: Any) -> Iterator[HookedRunner]:
+    runner = HookedRunner(model, OPTIONS, **settings)
     try:
         yield runner
     finally:
         runner.close()
 
 
-def pool_of(runner: PatchedRunner, pages: int = 32) -> KVPool:
+def pool_of(runner: HookedRunner, pages: int = 32) -> KVPool:
     pool = KVPool(runner.layers, pages, 4, runner.dtype)
     pool.storage.fill_(float("nan"))
     return pool
 
 
-def context(runner: PatchedRunner, batch: Batch, pool: KVPool | None = None) -> ForwardContext:
+def context(runner: HookedRunner, batch: Batch, pool: KVPool | None = None) -> ForwardContext:
     pool = pool or pool_of(runner)
     return ForwardContext(batch, pool, select_for_pool("auto", pool).backend)
 
@@ -69,7 +69,7 @@ def three_requests() -> tuple[list[list[int]], Batch]:
 
 def serve(model: nn.Module, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
     with LLM(model, page_size=4, num_pages=128, compile=False, **settings) as llm:
-        assert isinstance(llm.engine.runner, PatchedRunner)
+        assert isinstance(llm.engine.runner, HookedRunner)
         return [c.token_ids for c in llm.generate(prompts, GREEDY)]
 
 
@@ -194,7 +194,7 @@ def test_others_call_the_model_while_it_is_served() -> None:
 
 def test_calls_that_would_compute_something_else_are_refused() -> None:
     model = build("llama")
-    runner = PatchedRunner(model, OPTIONS)
+    runner = HookedRunner(model, OPTIONS)
     _, batch = three_requests()
     call = tensors_of(batch)
     with pytest.raises(ContextError, match="outside any forward context"):
@@ -238,14 +238,14 @@ def test_a_model_whose_frequencies_follow_the_length_is_left_as_it_was_found() -
 
 def test_closing_gives_the_model_back_and_so_does_dropping_the_runner() -> None:
     model = build("llama")
-    runner = PatchedRunner(model, OPTIONS)
+    runner = HookedRunner(model, OPTIONS)
     with pytest.raises(ContextError, match="patched already"):
-        PatchedRunner(model, OPTIONS)
+        HookedRunner(model, OPTIONS)
     assert model.config._attn_implementation == "paged_attn"
     runner.close()
     runner.close()
     assert model.config._attn_implementation == "sdpa"
-    dropped = PatchedRunner(model, OPTIONS)
+    dropped = HookedRunner(model, OPTIONS)
     runner.close()
     assert model.config._attn_implementation == "paged_attn", "an old runner's close is not a new one's"
     del dropped
@@ -291,7 +291,7 @@ def test_a_refused_model_is_left_as_it_was(make: Any, message: str) -> None:
     model = make()
     before, values = state_of(model), {name: tensor.clone() for name, tensor in tensors_in(model)}
     with pytest.raises(UnsupportedError, match=message):
-        PatchedRunner(model, OPTIONS)
+        HookedRunner(model, OPTIONS)
     after = state_of(model)
     assert before.keys() == after.keys()
     assert all(before[key] == after[key] for key in before if key in ("config", "attention") or key.startswith("module "))
@@ -311,7 +311,7 @@ def test_follow_generate_takes_position_ids_from_zero() -> None:
 
 def test_options_that_ask_for_compiled_pieces_are_an_error() -> None:
     with pytest.raises(ValueError, match="inductor=True asks for compiled pieces"):
-        PatchedRunner(build("llama"), CompileOptions(inductor=True))
+        HookedRunner(build("llama"), CompileOptions(inductor=True))
 
 
 def test_owned_are_the_tensors_of_this_moment_by_name() -> None:

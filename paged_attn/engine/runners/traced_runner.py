@@ -56,7 +56,7 @@ from paged_attn.tolerances import logits_apart
 logger = logging.getLogger("paged_attn")
 
 
-class ModelRunner:
+class TracedRunner:
     """Runs ragged batches through a model, which stays as it was.
 
     Args:
@@ -276,7 +276,7 @@ class ModelRunner:
 
     def forward(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         """input_ids, positions [T] and logits_rows [N], int64 -> logits [N, vocabulary] of those rows, under a forward context."""
-        context = context_of("ModelRunner.forward", len(input_ids))
+        context = context_of("TracedRunner.forward", len(input_ids))
         logits = logits_of(self.compiled.run_paged(context, self.inputs.fill(input_ids, positions, logits_rows)))
         return logits if self.takes_logits_rows else logits[logits_rows]
 

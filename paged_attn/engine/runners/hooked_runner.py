@@ -36,7 +36,7 @@ PROBE_ROWS = 24
 LOGITS_ROWS = [3, 0, 3, 23]  # out of order and twice: no slice can be meant
 
 
-class PatchedRunner:
+class HookedRunner:
     """Runs ragged batches through a Hugging Face model that needs no trace. The model is patched from construction to `close`.
 
     Calls of the model outside forward contexts compute meanwhile what they did before.
@@ -155,7 +155,7 @@ class PatchedRunner:
         context = current_context()
         if context is None:
             raise ContextError(
-                "PatchedRunner.forward was called outside any forward context, where its rows would attend to each other; "
+                "HookedRunner.forward was called outside any forward context, where its rows would attend to each other; "
                 "call it inside ForwardContext(batch, pool, backend)"
             )
         if not self._leave.alive:

@@ -15,7 +15,7 @@ from paged_attn import LLM, EngineConfig, SamplingParams, UnsupportedError
 from paged_attn.attn_ops.batch.batch import BatchRequest
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 from tests.engine.models import make_engine, make_llm, oracle, random_prompts, tiny
 from tests.tiny_models import COMMON, VOCAB, build_short
 
@@ -202,7 +202,7 @@ def test_flags_are_restored_when_the_capture_fails() -> None:
     model = Branching().train()
     model.head.eval()
     with pytest.raises(UnsupportedError, match="Branching cannot be captured as one graph"):
-        ModelRunner(model, CompileOptions())
+        TracedRunner(model, CompileOptions())
     assert model.training and model.qkv.training and not model.head.training
 
 
