@@ -31,7 +31,7 @@ from paged_attn.passes.prove.attention import AttentionProof, Prover, refuse_imp
 from paged_attn.passes.prove.dual_chunk import DualChunkProof
 from paged_attn.passes.prove.latent import LatentProof, latent_of
 from paged_attn.passes.prove.score_subgraph import Recomputable
-from paged_attn.passes.replace.layers import pool_dtype, replace_layers
+from paged_attn.passes.replace_layers import pool_dtype, replace_layers
 from paged_attn.passes.report import Facts, GraphPass
 
 

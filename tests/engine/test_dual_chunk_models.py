@@ -22,9 +22,9 @@ from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine import build_runtime
 from paged_attn.engine.runners import traced_runner
-from paged_attn.engine.runners.traced_runner import TracedRunner
+from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.graph_cache.entries import VARIABLE
-from paged_attn.passes.replace import layers as replacing
+from paged_attn.passes import replace_layers
 from paged_attn.passes.replace.dual_chunk import replace_dual_chunk
 from tests.engine.model.dual_chunk_code import Qwen2DualChunkForCausalLM, made
 from tests.engine.runners.own_positions import greedy_loop
@@ -46,14 +46,14 @@ def truth(chunk: int = CHUNK) -> list[list[int]]:
 
 
 @cache
-def _runner() -> TracedRunner:
-    return TracedRunner(tiny(), CompileOptions())
+def _runner() -> ModelRunner:
+    return ModelRunner(tiny(), CompileOptions())
 
 
 @contextmanager
 def one_capture() -> Iterator[None]:
     """Engines made inside share one capture of the tiny model."""
-    with mock.patch.object(build_runtime, "TracedRunner", lambda *_: copy.copy(_runner())):
+    with mock.patch.object(build_runtime, "ModelRunner", lambda *_: copy.copy(_runner())):
         yield
 
 
@@ -82,7 +82,7 @@ def test_the_self_check_sees_queries_that_are_exchanged(monkeypatch: pytest.Monk
         site, queries, key, value, proof, *rest = args
         return replace_dual_chunk(site, queries, key, value, replace(proof, order=proof.order[::-1]), *rest)
 
-    monkeypatch.setattr(replacing, "replace_dual_chunk", exchanged)
+    monkeypatch.setattr(replace_layers, "replace_dual_chunk", exchanged)
     with pytest.raises(UnsupportedError, match=r"model\.layers\.0\.self_attn"):
         served(made())
 

@@ -147,11 +147,11 @@ def test_these_comparisons_see_what_is_dropped(change: dict[str, Any], monkeypat
     """Negative control: a spec that lacks the feature gives other logits."""
     from dataclasses import replace
 
-    from paged_attn.passes.replace import layers as replacing
+    from paged_attn.passes import replace_layers
 
     names = {"softcap": "softcap", "scale": "plain", "alibi_slopes": "ALiBi by key"}
     attend, kv_heads, _ = SPELLINGS[names[next(iter(change))]]
-    made = replacing.AttentionSpec
-    monkeypatch.setattr(replacing, "AttentionSpec", lambda **fields: replace(made(**fields), **change))
+    made = replace_layers.AttentionSpec
+    monkeypatch.setattr(replace_layers, "AttentionSpec", lambda **fields: replace(made(**fields), **change))
     with pytest.raises((AssertionError, RuntimeError)):
         assert_ragged_equals_alone(toy(attend, kv_heads))
