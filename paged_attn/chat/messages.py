@@ -18,18 +18,24 @@ FIELDS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_ca
 EMPTY: tuple[Any, ...] = (None, [], {}, ())  # a client that sends an answer back sends its empty fields, too
 
 
-def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[Any], knows_developer: bool = False) -> list[dict[str, Any]]:
     """Messages for a template: contents are text, arguments of calls are mappings.
 
     Args:
         messages: mappings of role, content (a text, or parts of type "text"), name, reasoning_content, tool_calls and tool_call_id, as
             OpenAI's API and transformers have them, or objects that become such mappings (`ChatMessage`, the messages of OpenAI's client).
 
+        knows_developer: the template knows the role "developer", OpenAI's newer name of "system". Most drop its messages, or refuse them.
+
     Raises:
         ChatError: anything else, with its place.
     """
     budget = [MAX_ARGUMENT_VALUES]
-    return [_plain(_mapping(message, f"messages.{i}"), f"messages.{i}", budget) for i, message in enumerate(messages)]
+    plain = [_plain(_mapping(message, f"messages.{i}"), f"messages.{i}", budget) for i, message in enumerate(messages)]
+    if not knows_developer:
+        for message in plain:
+            message["role"] = "system" if message["role"] == "developer" else message["role"]
+    return plain
 
 
 def _mapping(message: Any, where: str) -> Mapping[str, Any]:

@@ -66,7 +66,6 @@ class ChatRequest:
         Raises:
             ChatError: messages, tools or settings that cannot be served; says which, and what is allowed.
         """
-        messages = plain_messages(self.messages)
         tools = checked_tools(self.tools)
         choice = checked_choice(self.tool_choice, tools)
         if choice.mode == "none":
@@ -76,6 +75,7 @@ class ChatRequest:
             what = "the model's chat template has no place for tools, so that it would never hear of them"
             hint = "give another (chat_template=, --chat-template), or tool_choice='required' or 'none'"
             raise ChatError(f"tools: {what}; {hint}", "tools", "no_tools_in_template")
+        messages = plain_messages(self.messages, knows_developer="developer" in template)
         text = rendered(
             tokenizer, messages, template, tools, self.chat_template_kwargs,
             add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
@@ -110,7 +110,9 @@ class ChatRequest:
             grammar = calls_grammar(tokenizer, format, self.parallel_tool_calls and choice.name is None, tags, inside)
             kept = kept_ids(tokenizer, (*(tags or ()), *format.marks))
             return AnswerForm(grammar, kept, tags, inside, format, most)
-        if by_template and self.reasoning_parser == "auto" and (self.tool_parser == "auto" or not tools):
+        # It reads an answer on from the prompt, which may end in a thought; a schema's answer holds none, and may be calls instead.
+        of_schema = guide is not None and (guide[0] == "json_schema" or not tools)
+        if by_template and not of_schema and self.reasoning_parser == "auto" and (self.tool_parser == "auto" or not tools):
             return AnswerForm(kept=special_ids(tokenizer), most_calls=most, template_of=tokenizer, prompt=text, tools=tools)
         maybe, found = self._calls_or_json(tokenizer, found, tools, guide)
         kept = kept_ids(tokenizer, (*(tags or ()), *(() if found is None else found.marks)))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paged_attn.chat.answers.answer_form import AnswerForm
 from paged_attn.chat.answers.reasoning import TAGS
+from paged_attn.chat.formats.argument_values import argument_value
 from paged_attn.chat.formats.choose import FORMATS
 from paged_attn.chat.formats.tool_format import as_text
 from paged_attn.chat.parts import ChatMessage
@@ -58,6 +59,13 @@ ANSWERS: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
     ("hermes", "", "", []),
     ("qwen_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
      "</function>\n</tool_call>", None, [PARIS]),
+    ("seed_oss", "So <seed:tool_call>\n<function=weather>\n<parameter=city>Paris</parameter>\n<parameter=days>3</parameter>\n"
+     "</function>\n</seed:tool_call>", "So", [PARIS]),
+    ("glm", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n"
+     "</tool_call>\n<tool_call>now\n</tool_call>", None, [PARIS, NOW]),
+    ("glm", "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>days</arg_key><arg_value>3</arg_value>"
+     "</tool_call>", None, [PARIS]),
+    ("glm", "<tool_call>so it is</tool_call>", "<tool_call>so it is</tool_call>", []),
     ("qwen_coder", "<tool_call><function=now>x</function></tool_call>", "<tool_call><function=now>x</function></tool_call>", []),
     ("llama3", LLAMA, None, [PARIS]),
     ("llama3", f"<|python_tag|>{LLAMA}; " + '{"name": "now", "parameters": {}}', None, [PARIS, NOW]),
@@ -67,6 +75,7 @@ ANSWERS: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
     ("mistral", f'[TOOL_CALLS][{WEATHER}, {{"name": "now", "arguments": {{}}}}]', None, [PARIS, NOW]),
     ("mistral", 'Well [TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 3}[TOOL_CALLS]now[CALL_ID]abc12XYZ[ARGS]{}', "Well", [PARIS, NOW]),
     ("mistral", "[TOOL_CALLS] nothing", "[TOOL_CALLS] nothing", []),
+    ("mistral", "[TOOL_CALLS]2fa_send[ARGS]{}[TOOL_CALLS]null_check[ARGS]{}", None, [("2fa_send", {}), ("null_check", {})]),
     ("pythonic", '[weather(city="Paris", days=3), now()]', None, [PARIS, NOW]),
     ("pythonic", "<|python_start|>[weather(city='Paris', days=3)]<|python_end|>", None, [PARIS]),
     ("pythonic", "[weather(city=Paris)]", "[weather(city=Paris)]", []),
@@ -145,7 +154,13 @@ def test_a_call_follows_reasoning_and_one_inside_it_is_thought() -> None:
 def test_only_so_many_calls_as_may_be_and_the_rest_as_content() -> None:
     call = f"<tool_call>{WEATHER}</tool_call>"
     assert plain(form("hermes", most=1).read(call * 2)) == (call, [PARIS])
-    assert plain(form("mistral", most=1).read(f"[TOOL_CALLS][{WEATHER}, {WEATHER}]"))[1] == []
+    for name, text in (
+        ("mistral", f"[TOOL_CALLS][{WEATHER}, {WEATHER}]"),
+        ("pythonic", '[weather(city="Paris", days=3), weather(city="Paris", days=3)]'),
+    ):
+        for message in (form(name, most=1).read(text), streamed(form(name, most=1), list(text))):
+            content, calls = plain(message)
+            assert calls == [PARIS] and json.loads(str(content)) == [json.loads(WEATHER)]
 
 
 @pytest.mark.parametrize(
@@ -177,3 +192,24 @@ def test_text_is_told_as_soon_as_it_can_be_no_mark() -> None:
     reader = form("hermes", tags=TAGS["think"]).reader()
     told = [[part.text for part in reader.feed(piece)] for piece in ["Hel", "lo ", "<too", "th>", " x"]]  # type: ignore[union-attr]
     assert told == [["Hel"], ["lo"], [], [" <tooth>"], [" x"]]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "integer"}, "3", 3), ({"type": "integer"}, "three", "three"), ({"type": "string"}, "3", "3"), (None, "3", "3"),
+        ({}, "3", "3"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3), ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "3", "3"), ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"type": ["boolean", "null"]}, "True", True), ({"type": "boolean", "nullable": True}, "null", None),
+        ({"type": "string"}, "null", "null"),
+        ({"$ref": "#/$defs/W"}, '{"x": "True"}', {"x": "True"}), ({"$ref": "#/$defs/loop"}, "3", "3"), ({"$ref": "#/none/such"}, "3", "3"),
+        ({"enum": [1, 2]}, "2", 2), ({"const": "2"}, "2", "2"), ({"allOf": [{"$ref": "#/$defs/W"}]}, '{"x": 1}', {"x": 1}),
+    ],
+)  # fmt: skip
+def test_values_written_as_text_are_what_the_schema_says(schema: Any, text: str, value: Any) -> None:
+    loop = {"$ref": "#/$defs/loop"}
+    parameters = {"properties": {"key": schema}, "$defs": {"W": {"type": "object", "properties": {}}, "loop": loop}}
+    (tool,) = checked_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    found = argument_value(text, tool, "key")
+    assert found == value and type(found) is type(value)

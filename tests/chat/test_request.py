@@ -154,7 +154,10 @@ def test_the_end_of_the_prompt() -> None:
 @pytest.mark.parametrize(
     ("template", "name"),
     [
-        ("<tool_call>{}</tool_call>", "hermes"), ("<tool_call><function=x>", "qwen_coder"), ("[TOOL_CALLS]", "mistral"),
+        ("<tool_call>{}</tool_call>", "hermes"), ("<tool_call><function=x><parameter=y>", "qwen_coder"),
+        ("<tool_call>{name}\n<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n</tool_call>", "glm"),
+        ("<seed:tool_call><function=x><parameter=y>", "seed_oss"), ("<function=x>{json}</function>", None),
+        ("<tool_calls><tool_call>x\n```json", None), ("[TOOL_CALLS]", "mistral"),
         ("[TOOL_CALLS]x[ARGS]", "mistral_args"), ("<|python_tag|>", "llama3"), ('"parameters": dictionary of', "llama3"),
         ("[func_name1(params)]", "pythonic"), ("nothing", None),
     ],
@@ -259,6 +262,40 @@ def test_the_tokenizers_own_response_template_reads_answers(
     message = ChatMessage.of(parts + reader.finish())
     assert (message.reasoning_content, [(call.name, call.arguments) for call in message.tool_calls]) == (reasoning, calls)
     assert message.content == content or (content is not None and content in (message.content or ""))
+
+
+def test_an_answer_by_schema_is_content_or_calls_also_with_a_response_template() -> None:
+    """It begins after the thought that the prompt may end in, which the response template reads on from."""
+    own = tokenizer_with(SHOWS_TOOLS + "<think>")
+    own.response_template = RESPONSE
+    schema = ("json_schema", '{"type": "object"}')
+    form = ChatRequest(HELLO).prompt(own, schema).form
+    assert (message := form.read('{"x": 1}')).content == '{"x": 1}' and message.reasoning_content is None
+    beside = ChatRequest(HELLO, [WEATHER]).prompt(own, schema).form
+    assert beside.grammar is not None
+    calls = beside.read('[{"name": "weather", "arguments": {"city": "Rome"}}]').tool_calls
+    assert [(call.name, call.arguments) for call in calls] == [("weather", '{"city": "Rome"}')]
+    assert ChatRequest(HELLO, [WEATHER]).prompt(own, ("regex", "a")).form.template_of is own
+
+
+def test_with_a_response_template_too_many_calls_and_names_that_utf8_cannot_carry_are_content() -> None:
+    own = tokenizer_with(SHOWS_TOOLS)
+    listed = {"open": "<call>", "close": "</call>", "repeats": True, "content": "json"}
+    shape = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}}
+    own.response_template = {**RESPONSE, "fields": {**RESPONSE["fields"], "tool_calls": {**listed, "transform": shape}}}
+    request = ChatRequest(HELLO, [WEATHER, NOW], parallel_tool_calls=False)
+    text = '<call>{"name": "now", "arguments": {}}</call>'
+    message = request.prompt(own).form.read(text * 2)
+    assert [call.name for call in message.tool_calls] == ["now"] and '{"name": "now"' in (message.content or "")
+    broken = request.prompt(own).form.read(text.replace("now", "\\ud83d"))
+    assert not broken.tool_calls and (broken.content or "").encode()
+
+
+def test_developer_is_system_for_templates_that_do_not_know_it() -> None:
+    asked = [{"role": "developer", "content": "Be brief."}, *HELLO]
+    by_role = "{% for m in messages %}{{ m.role }}>{{ m.content }};{% endfor %}"
+    assert prompt(asked, chat_template=by_role).text == "system>Be brief.;user>Hello;"
+    assert prompt(asked, chat_template=by_role + "{# developer #}").text == "developer>Be brief.;user>Hello;"
 
 
 def test_a_template_from_a_file_and_from_text(tmp_path: Any) -> None:

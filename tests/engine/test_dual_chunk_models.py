@@ -22,7 +22,7 @@ from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine import build_runtime
 from paged_attn.engine.runners import traced_runner
-from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.graph_cache.entries import VARIABLE
 from paged_attn.passes import replace_layers
 from paged_attn.passes.replace.dual_chunk import replace_dual_chunk
@@ -46,14 +46,14 @@ def truth(chunk: int = CHUNK) -> list[list[int]]:
 
 
 @cache
-def _runner() -> ModelRunner:
-    return ModelRunner(tiny(), CompileOptions())
+def _runner() -> TracedRunner:
+    return TracedRunner(tiny(), CompileOptions())
 
 
 @contextmanager
 def one_capture() -> Iterator[None]:
     """Engines made inside share one capture of the tiny model."""
-    with mock.patch.object(build_runtime, "ModelRunner", lambda *_: copy.copy(_runner())):
+    with mock.patch.object(build_runtime, "TracedRunner", lambda *_: copy.copy(_runner())):
         yield
 
 

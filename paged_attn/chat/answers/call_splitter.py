@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paged_attn.chat.formats.tool_format import SPACE, Taken, ToolFormat
+from paged_attn.chat.formats.tool_format import SPACE, Taken, ToolFormat, as_json
 from paged_attn.chat.parts import Content, Part, ToolCall
 
 EAGER = 4096  # characters that may be a call, up to which each piece is a reason to look again
@@ -16,7 +16,7 @@ class CallSplitter:
 
     Args:
         format: how calls are written.
-        most: so many calls are told as such at most; what else comes is content.
+        most: so many calls are told as such at most; what else comes is content, those of one list that are too many as JSON.
     """
 
     def __init__(self, format: ToolFormat, most: int | None = None) -> None:
@@ -61,20 +61,21 @@ class CallSplitter:
             if taken is None:
                 self._may_end, self._looked_at = False, len(self._text)
                 break
-            is_call = bool(taken.calls) and (self._most is None or self._num_calls + len(taken.calls) <= self._most)
-            parts += self._calls(taken) if is_call else self._content(taken.end)
+            parts += self._calls(taken) if taken.calls else self._content(taken.end)
         return parts
 
     def _is_worth_a_look(self) -> bool:
         return self._may_end and (len(self._text) <= EAGER or len(self._text) >= GROWTH * self._looked_at)
 
     def _calls(self, taken: Taken) -> list[Part]:
-        self._text, self._looked_at = self._text[taken.end :], 0
-        self._num_calls += len(taken.calls)
+        room = len(taken.calls) if self._most is None else self._most - self._num_calls
+        calls, others = taken.calls[:room], taken.calls[room:]
+        self._text, self._looked_at = as_json(others) + self._text[taken.end :], 0
+        self._num_calls += len(calls)
         self._follows_call = True
         if not self._has_content:
             self._space = ""
-        return [ToolCall(self._format.new_id(), call.name, call.arguments) for call in taken.calls]
+        return [ToolCall(self._format.new_id(), call.name, call.arguments) for call in calls]
 
     def _content(self, end: int) -> list[Part]:
         if not end:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paged_attn.chat.formats.tool_format import ToolFormat, as_text
+from paged_attn.chat.formats.tool_format import Call, ToolFormat, as_json, as_text
 from paged_attn.chat.parts import Content, Part, Reasoning, ToolCall
 from paged_attn.chat.tools import Tool
+from paged_attn.utf8 import is_utf8
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 SLICE = 64  # characters: an error tells nothing of what was read in the same slice
@@ -102,9 +103,12 @@ class TemplateReader:
         listed = value if isinstance(value, list) else [value]
         functions = [each.get("function", each) if isinstance(each, dict) else {} for each in listed]
         found = [(function.get("name"), as_text(function.get("arguments"))) for function in functions]
-        is_too_many = self._most is not None and self._num_calls + len(found) > self._most
-        if not self._has_tools or is_too_many or not all(isinstance(name, str) and text is not None for name, text in found):
+        calls = [Call(name, text) for name, text in found if isinstance(name, str) and is_utf8(name) and text is not None]
+        room = len(calls) if self._most is None else self._most - self._num_calls
+        if not self._has_tools or len(calls) < len(found) or (calls and room <= 0):
             return self._as_content(self._read)
-        self._num_calls += len(found)
+        self._num_calls += len(calls[:room])
         self._call_begins = None
-        return [ToolCall(ToolFormat.new_id(), str(name), str(text)) for name, text in found]
+        others = as_json(calls[room:])
+        told: list[Part] = [ToolCall(ToolFormat.new_id(), call.name, call.arguments) for call in calls[:room]]
+        return [*told, Content(others)] if others else told

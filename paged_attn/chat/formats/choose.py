@@ -5,27 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paged_attn.chat.errors import ChatError
+from paged_attn.chat.formats.glm import GlmFormat
 from paged_attn.chat.formats.hermes import HermesFormat
 from paged_attn.chat.formats.json_calls import JsonFormat
 from paged_attn.chat.formats.llama import LlamaFormat
 from paged_attn.chat.formats.mistral import MistralFormat, NamedMistralFormat
 from paged_attn.chat.formats.pythonic import PythonicFormat
-from paged_attn.chat.formats.qwen_coder import QwenCoderFormat
+from paged_attn.chat.formats.qwen_coder import QwenCoderFormat, SeedFormat
+from paged_attn.chat.formats.tagged import TaggedFormat
 from paged_attn.chat.formats.tool_format import ToolFormat
 from paged_attn.chat.tools import Tool
 from paged_attn.shown import shown
 
 FORMATS: dict[str, type[ToolFormat]] = {
-    kind.name: kind for kind in (HermesFormat, QwenCoderFormat, LlamaFormat, MistralFormat, NamedMistralFormat, PythonicFormat, JsonFormat)
-}
+    kind.name: kind
+    for kind in (
+        HermesFormat, QwenCoderFormat, SeedFormat, GlmFormat, LlamaFormat, MistralFormat, NamedMistralFormat, PythonicFormat, JsonFormat,
+    )
+}  # fmt: skip
 TOOL_PARSERS = ("auto", "none", *FORMATS)
-# What only templates of a format say; the first that fits counts.
-SIGNS: tuple[tuple[str, type[ToolFormat]], ...] = (
-    ("<function=", QwenCoderFormat), ("<tool_call>", HermesFormat), ("[ARGS]", NamedMistralFormat), ("[TOOL_CALLS]", MistralFormat),
+# What only templates of a format say; the first that fits counts. None: a format that is none of ours, and shares a mark with one.
+SIGNS: tuple[tuple[str, type[ToolFormat] | None], ...] = (
+    ("<seed:tool_call>", SeedFormat), ("<arg_key>", GlmFormat), ("<parameter=", QwenCoderFormat), ("<function=", None),
+    ("<tool_calls>", None), ("<tool_call>", HermesFormat), ("[ARGS]", NamedMistralFormat), ("[TOOL_CALLS]", MistralFormat),
     ("<|python_start|>", PythonicFormat), ("[func_name1(", PythonicFormat), ("<|python_tag|>", LlamaFormat),
     ('"parameters": dictionary', LlamaFormat),
 )  # fmt: skip
-ENFORCED_AS_JSON = (QwenCoderFormat, PythonicFormat)
+ENFORCED_AS_JSON = (TaggedFormat, PythonicFormat)
 
 
 def format_of(template: str, parser: str, tools: Sequence[Tool]) -> ToolFormat | None:

@@ -7,6 +7,7 @@ import secrets
 import string
 
 from paged_attn.chat.formats.tool_format import (
+    SPACE,
     Call,
     Mark,
     Taken,
@@ -31,6 +32,8 @@ class MistralFormat(ToolFormat):
 
     def take(self, text: str, ended: bool) -> Taken | None:
         head = _HEAD.match(text)
+        if head is None and text[len(OPENING) :].lstrip(SPACE)[:1] not in ("[", "{"):  # a name, maybe; it may begin as a number does
+            return Taken((), len(text)) if ended else None
         found = load_first_json(text, len(OPENING) if head is None else head.end())
         if found is None:
             return Taken((), len(text)) if ended else None

@@ -155,6 +155,13 @@ def as_text(arguments: Any) -> str | None:
         return None
 
 
+def as_json(calls: Sequence[Call]) -> str:
+    """A list of them, as `calls_of` reads it; "" of none."""
+    if not calls:
+        return ""
+    return json.dumps([{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls], ensure_ascii=False)
+
+
 def json_calls_grammar(tools: Sequence[Tool], key: str) -> list[str]:
     """The rule `body`: one call as a JSON object, its arguments under `key`."""
     rules = [f"body: {' | '.join(f'body{i}' for i in range(len(tools)))}"]

@@ -140,11 +140,21 @@ def _adapter(config: Mapping[str, Any], weights: Mapping[str, Tensor], source: s
             shapes = {f"lora_{letter}": list(tensor.shape) for letter, tensor in pair.items()}
             raise ValueError(f"{source}: {module} has {shapes}; allowed: lora_A [r, inputs] and lora_B [outputs, r]")
         rank = pair["A"].shape[0]
-        alpha = _of_pattern(config.get("alpha_pattern") or {}, module, config.get("lora_alpha", 8))
+        alpha = _alpha(config, module, source)
         factors[module] = Factors(pair["A"], pair["B"], alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
     return Adapter(factors, source, carried)
 
 
-def _of_pattern(pattern: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    """The value of the first expression that fits the end of a path, as peft reads its patterns."""
-    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
+def _alpha(config: Mapping[str, Any], module: str, source: str) -> float:
+    """lora_alpha, or what the first expression of alpha_pattern that fits the end of a path says, as peft reads its patterns."""
+    pattern = config.get("alpha_pattern") or {}
+    if not isinstance(pattern, Mapping):
+        raise ValueError(f"{source}: alpha_pattern is {shown(pattern)}; allowed: a number for each expression of module names")
+    try:
+        fitting = (value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module))
+        alpha = next(fitting, config.get("lora_alpha", 8))
+    except re.error as error:
+        raise ValueError(f"{source}: alpha_pattern has an expression that cannot be read ({error}); correct {CONFIG}") from error
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise ValueError(f"{source}: the alpha of {module} is {shown(alpha)}; allowed: a number; correct {CONFIG}")
+    return alpha

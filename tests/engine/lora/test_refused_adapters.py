@@ -51,13 +51,17 @@ def test_settings(llm: LLM, tmp_path: Path, settings: dict[str, Any], words: str
         ("init_lora_weights", "pissa", "init_lora_weights is 'pissa', which changes the model's own weights"),
         ("peft_type", "LOHA", "peft_type is 'LOHA'; allowed: 'LORA'"),
         ("of_next_year", {"x": 1}, r"of_next_year is \{'x': 1\}"),
+        ("alpha_pattern", {"*q_proj": 8}, r"alpha_pattern has an expression that cannot be read \(nothing to repeat"),
+        ("alpha_pattern", ["q"], r"alpha_pattern is \['q'\]; allowed: a number for each expression"),
+        ("lora_alpha", "16", "the alpha of .* is '16'; allowed: a number; correct adapter_config.json"),
+        ("lora_alpha", None, "the alpha of .* is None; allowed: a number"),
     ],
 )
 def test_settings_as_files_have_them(llm: LLM, folder: Path, tmp_path: Path, setting: str, value: Any, words: str) -> None:
     config = json.loads((folder / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, setting: value}))
     (tmp_path / "adapter_model.safetensors").write_bytes((folder / "adapter_model.safetensors").read_bytes())
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(ValueError, match=words):
         llm.load_lora("a", tmp_path)
 
 
