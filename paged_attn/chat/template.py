@@ -21,10 +21,11 @@ def template_text(tokenizer: Any, chat_template: str | None, has_tools: bool) ->
         ChatError: there is none; says what to do.
     """
     if tokenizer is None:
-        what = "this model has no tokenizer, so that it cannot chat; give LLM(model, tokenizer=...), or use /v1/completions"
+        hint = "give LLM(model, tokenizer=...), or token ids to generate (/v1/completions)"
+        what = f"this model has no tokenizer, so that it cannot chat; {hint}"
         raise ChatError(what, "messages", "no_chat_template")
     if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
-        hint = "give one (chat_template=, --chat-template), or use /v1/completions"
+        hint = "give one (chat_template=, --chat-template), or whole prompts to generate (/v1/completions)"
         what = f"this model has no chat template, so that it cannot chat; {hint}"
         raise ChatError(what, "messages", "no_chat_template")
     try:

@@ -13,14 +13,23 @@ from paged_attn.cli.token_text import token_text
 from paged_attn.engine.llm import LLM
 from paged_attn.engine.requests.outputs import Completion
 from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.tolerances import LOGITS_16_BIT
+
+NEAR = 2 * LOGITS_16_BIT  # apart, in parts of a usual logit: each of two logits may be off by half of it
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """`difference` says where the first token differs, or is None; the seconds are of transformers' one left-padded batch."""
+    """`difference` says where the first token differs, or is None; the seconds are of transformers' one left-padded batch.
+
+    Attributes:
+        near_ties: in 16 bits, where a completion parts from the model's at two logits that are nearly equal in the model itself; what
+            follows there has another beginning, and is not compared.
+    """
 
     compared_tokens: int
     difference: str | None
+    near_ties: list[str]
     padded_batch_tokens: int
     padded_batch_seconds: float
 
@@ -36,14 +45,24 @@ class CheckResult:
 def check(llm: LLM, completions: Sequence[Completion], params: SamplingParams) -> CheckResult:
     """Compare every completion with greedy `generate`, one prompt at a time, and time `generate` on all prompts at once."""
     params = params.over(llm.default_params)
-    difference = None
+    difference, near_ties, compared = None, [], 0
     for number, completion in enumerate(completions):
         expected = own_tokens(llm, [completion.prompt_token_ids], params)[0]
-        difference = difference or _difference(llm, number, completion, expected)
+        if isinstance(completion.stop_reason, str):  # a stop string ended ours; generate() was not given it
+            expected = expected[: len(completion.token_ids)]
+        if (at := _first_difference(completion.token_ids, expected)) is None:
+            compared += len(completion.token_ids)
+            continue
+        compared += at
+        told = _told(llm, number, completion.token_ids, expected, at)
+        if params.repetition_penalty == 1 and _is_near_tie(llm, completion, expected, at):
+            near_ties.append(told)
+        else:
+            difference = difference or told
     started = time.perf_counter()
     padded = own_tokens(llm, [completion.prompt_token_ids for completion in completions], params)
     seconds = time.perf_counter() - started
-    return CheckResult(sum(len(c.token_ids) for c in completions), difference, sum(map(len, padded)), seconds)
+    return CheckResult(compared, difference, near_ties, sum(map(len, padded)), seconds)
 
 
 def own_tokens(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[int]]:
@@ -72,17 +91,28 @@ def _until(tokens: list[int], end: frozenset[int]) -> list[int]:
     return tokens[: last + 1]
 
 
-def _difference(llm: LLM, number: int, completion: Completion, expected: list[int]) -> str | None:
-    got = completion.token_ids
-    if isinstance(completion.stop_reason, str):  # a stop string ended ours; generate() was not given it
-        expected = expected[: len(got)]
+def _first_difference(got: list[int], expected: list[int]) -> int | None:
     if got == expected:
         return None
-    at = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected)))
+    return next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected)))
+
+
+def _told(llm: LLM, number: int, got: list[int], expected: list[int], at: int) -> str:
     ours, theirs = (_token(llm, tokens, at) for tokens in (got, expected))
-    dtype = llm.engine.runner.dtype
-    hint = "" if dtype == torch.float32 else f" In {dtype} a near-tie may fall either way; compare with --dtype float32."
-    return f"prompt {number + 1}, new token {at + 1}: paged_attn gives {ours}, transformers' generate() gives {theirs}.{hint}"
+    return f"prompt {number + 1}, new token {at + 1}: paged_attn gives {ours}, transformers' generate() gives {theirs}"
+
+
+def _is_near_tie(llm: LLM, completion: Completion, expected: list[int], at: int) -> bool:
+    """Whether the model itself gives both tokens nearly the same logit; in float32 no two count as that."""
+    got = completion.token_ids
+    if llm.engine.runner.dtype.itemsize > 2 or at >= min(len(got), len(expected)):
+        return False
+    ids = torch.tensor([[*completion.prompt_token_ids, *got[:at]]], device=llm.engine.runner.device)
+    model: Any = llm.engine.runner.model
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0, -1].float()
+    usual = logits[logits.isfinite()].std()
+    return bool((logits[got[at]] - logits[expected[at]]).abs() <= NEAR * usual)
 
 
 def _token(llm: LLM, tokens: list[int], at: int) -> str:

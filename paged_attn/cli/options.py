@@ -188,7 +188,7 @@ def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
         try:
             text = sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--prompt-file {args.prompt_file}: {error}") from error
+            raise ValueError(f"--prompt-file {args.prompt_file}: {error}; allowed: UTF-8 text, a prompt on each line") from error
         prompts += [line for line in text.split("\n") if line.strip()]
     return prompts
 

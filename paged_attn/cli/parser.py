@@ -12,6 +12,9 @@ from paged_attn.engine.setting_names import OTHER_PARAM, OTHER_SETTING
 TOLD = {**OTHER_PARAM, **OTHER_SETTING}
 
 
+NEAR = 0.75  # alike, for a flag to be meant: `--model` is not `--pdl`
+
+
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` whose errors are one line. Those of a command are told by the command, which knows its flags."""
 
@@ -34,6 +37,6 @@ def no_such(unknown: list[str], flags: Collection[str]) -> str:
         return f"unexpected {' '.join(unknown)!r}; a value with spaces needs quotes, and all else a flag before it"
     name, known = flag.partition("=")[0], [flag for flag in flags if flag.startswith("--")]
     told = TOLD.get(name.lstrip("-").replace("-", "_"))
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
     hint = told or (f"did you mean {near[0]}?" if near else "")
     return f"there is no {name}{f'; {hint}' if hint else ''}"

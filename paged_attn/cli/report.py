@@ -80,11 +80,17 @@ def numbers_line(numbers: Numbers) -> str:
 
 def check_lines(result: CheckResult, numbers: Numbers, num_prompts: int) -> list[str]:
     """The verdict, and the speed of transformers' own generate for comparison."""
-    verdict = (
-        f"check passed: all {result.compared_tokens} new tokens equal the unmodified model's own greedy generate(), one prompt at a time"
-        if result.difference is None
-        else f"check FAILED: {result.difference}"
-    )
+    if result.difference is not None:
+        verdict = f"check FAILED: {result.difference}"
+    else:
+        what = "the unmodified model's own greedy generate(), one prompt at a time"
+        verdict = f"check passed: all {result.compared_tokens} new tokens equal {what}"
+        if result.near_ties:
+            verdict = (
+                f"check passed: {result.compared_tokens} new tokens equal {what}; {len(result.near_ties)} of {num_prompts} prompts part "
+                "from it where the model's own logits of two tokens are nearly equal, which 16 bits round either way (--dtype float32 "
+                f"compares all tokens). {result.near_ties[0]}"
+            )
     theirs = result.padded_batch_tokens_per_second
     compared = f" (paged_attn / transformers = {numbers.tokens_per_second / theirs:.2f})" if theirs else ""
     return [

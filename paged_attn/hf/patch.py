@@ -56,8 +56,8 @@ class Patched:
     def __init__(self, model: nn.Module, self_check: bool = True, settings: ProbeSettings | None = None) -> None:
         if not hasattr(model, "set_attn_implementation"):
             raise UnsupportedError(
-                f"paged_attn.patch needs a transformers PreTrainedModel, got {type(model).__name__}; "
-                "use torch.compile(model, backend='paged_attn')"
+                "paged_attn.patch, and LLM(..., compile=False), hook the attention functions of transformers: they need one of its "
+                f"models, and {type(model).__name__} is none. LLM(model) and torch.compile(model, backend='paged_attn') take any module"
             )
         _refuse_compiled(model)
         self.model, self.self_check, self.settings = model, self_check, settings or ProbeSettings()

@@ -111,7 +111,7 @@ class DualChunkProbe(SubgraphProbe):
     def refusal(self, why: str) -> UnsupportedError:
         return UnsupportedError(
             f"{self.where}: its scores are made of {len(self.products)} products with the same keys, but not as those of dual chunk "
-            f"attention ({', '.join(PARTS)}): {why}. Run this model uncompiled, or report it."
+            f"attention ({', '.join(PARTS)}): {why}. Run this model without paged_attn, or report it."
         )
 
 

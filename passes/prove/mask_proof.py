@@ -207,5 +207,5 @@ def unproved(where: str, mask: BoolMatrix, why: str) -> UnsupportedError:
     return UnsupportedError(
         f"{where}: its attention mask cannot be proved: {why}. Its first rows (query = line, key = column):\n{draw(mask)}\n"
         "Known families: causal, sliding window, chunk, their intersections, and bidirectional, with a window or without. "
-        "Run this model uncompiled, or report it."
+        "Run this model without paged_attn, or report it."
     )

@@ -149,7 +149,7 @@ class ScoreRegion:
             if before.shape == after.shape and not _close(before, after):
                 raise MixesHeads(
                     f"{self.site.where}: attention that is written out as a softmax cannot be proved: the {what} of a head are made from "
-                    "the products of others, too (talking heads). Run this model uncompiled, or report it."
+                    "the products of others, too (talking heads). Run this model without paged_attn, or report it."
                 )
 
     def fit(self) -> ScoreFunction:
@@ -245,7 +245,7 @@ class ScoreRegion:
     def refusal(self, why: str) -> UnsupportedError:
         return UnsupportedError(
             f"{self.site.where}: attention that is written out as a softmax cannot be proved: {why}. "
-            "Run this model uncompiled, or report it."
+            "Run this model without paged_attn, or report it."
         )
 
 

@@ -210,7 +210,7 @@ class _Search:
     def refusal(self, why: str) -> UnsupportedError:
         return UnsupportedError(
             f"{self.where}: its mask or bias is computed from the tokens' hidden states, and cannot be recomputed from what is kept of "
-            f"each token: {why}. Run this model uncompiled, or report it."
+            f"each token: {why}. Run this model without paged_attn, or report it."
         )
 
 

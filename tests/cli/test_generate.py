@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from paged_attn.cli import check as check_module
 from paged_attn.cli.main import main
@@ -101,6 +102,31 @@ def test_a_failed_check_names_the_first_difference_and_exits_1(
     monkeypatch.setattr(check_module, "own_tokens", altered)
     assert generate(model_folder, "--prompt", "x", "--check", "--ignore-eos") == 1
     assert "check FAILED: prompt 1, new token 4: paged_attn gives" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_in_16_bits_a_near_tie_of_the_models_own_logits_is_no_failure(
+    near: bool, model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's runner-up counts as its choice, and the tokens after it as what it goes on with; only the margin says what that is."""
+
+    def altered(llm, prompts, params):  # type: ignore[no-untyped-def]
+        rows = honest(llm, prompts, params)
+        if len(prompts) == 1:
+            with torch.no_grad():
+                logits = llm.engine.runner.model(torch.tensor([[*prompts[0], *rows[0][:3]]])).logits[0, -1].float()
+            first, second = logits.topk(2).values
+            margin = float((first - second) / logits.std())
+            monkeypatch.setattr(check_module, "NEAR", margin * (1.01 if near else 0.99))
+            rows[0][3] = int(logits.topk(2).indices[1])
+        return rows
+
+    honest = check_module.own_tokens
+    monkeypatch.setattr(check_module, "own_tokens", altered)
+    assert generate(model_folder, "--prompt", "x", "--check", "--ignore-eos", "--dtype", "bfloat16") == int(not near)
+    told = capsys.readouterr().err
+    assert ("check passed: 3 new tokens equal" in told and "1 of 1 prompts part from it" in told) is near
+    assert ("check FAILED: prompt 1, new token 4" in told) is not near
 
 
 def test_prompts_of_token_ids_need_no_tokenizer(model_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

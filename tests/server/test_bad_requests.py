@@ -135,6 +135,12 @@ def test_other_models_routes_and_methods(running: Running) -> None:
     assert post(running, "/v1/completions", {"model": "\ud800", "prompt": "a"})[0] == 404
     status, error = post(running, "/chat/completions", {"model": MODEL})
     assert status == 404 and "begins with /v1, which belongs to a client's base URL" in error["message"]
+    for path, words in (
+        ("/v1/nope", "what this server answers is listed at /docs"),
+        ("/v1/load_lora_adapter", "started with --lora-folder DIR"),
+    ):
+        status, error = post(running, path, {})
+        assert status == 404 and words in error["message"] and "begins with /v1" not in error["message"]
     assert running.http.head("/health").status_code == 200  # as load balancers ask
     status, error = post(running, "/v1/embeddings", {"input": "a"})
     assert status == 400 and "generates and has no embeddings; serve it with --task embed" in error["message"]

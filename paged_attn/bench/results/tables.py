@@ -19,7 +19,7 @@ def lines(record: dict[str, Any]) -> Iterator[str]:
     yield "output tokens per second (seconds), median of the repetitions; x: how many times as fast paged_attn was"
     yield from _aligned([["", *ran], *([name, *(_speed(record, name, system) for system in ran)] for name in _names(record))])
     yield ""
-    yield "milliseconds to the first token, and between tokens: p50 / p90 / p99 over all requests"
+    yield "milliseconds to the first token, and between tokens, in one more run: p50 / p90 / p99 over all requests"
     yield from _aligned([["", "", "first token", "between tokens"], *_latencies(record, ran)])
     yield ""
     yield from _aligned([["", "ready after s", "host GiB", "device GiB", "versions"], *(_cost(record, name) for name in ran)])
@@ -71,6 +71,7 @@ def _equal(record: dict[str, Any]) -> Iterator[str]:
             yield (
                 f"same greedy tokens from {OURS} and {peer}, up to the first difference in a request: {min(tokens):.1%} to "
                 f"{max(tokens):.1%} of them by workload; requests without a difference: {min(requests):.1%} to {max(requests):.1%}"
+                + ("" if record["model"]["dtype"] == "float32" else " (16 bits round near-ties either way; float32 gives all of them)")
             )
 
 

@@ -110,7 +110,7 @@ class LoraPool:
         """Raises ValueError: there is no adapter of that name."""
         if name not in self.loaded:
             known = ", ".join(map(repr, self.loaded)) or "none"
-            raise ValueError(f"lora is {shown(name)}; loaded are {known}: load_lora(name, path) loads another")
+            raise ValueError(f"lora is {shown(name)}; loaded are {known}; load_lora(name, path) loads one")
         return self.loaded[name]
 
     def load(self, name: str, source: Any) -> Loaded:

@@ -60,7 +60,7 @@ def checked_model_path(path: str | Path, gguf_file: str | None = None) -> tuple[
     name = str(path)
     if name == DEMO and not Path(name).is_dir():
         name = str(Path(__file__).parents[2] / "demo_model")
-    if not (isinstance(path, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1):
+    if not (isinstance(path, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_file()):
         return name, gguf_file
     folder = Path(name).expanduser()
     if not folder.is_dir():

@@ -106,7 +106,7 @@ def _model(
 ) -> Any:
     from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-    where = _where(gguf, options)
+    where, place = _where(gguf, options), name if gguf is None else f"{name}/{gguf}"
     more: dict[str, Any] = {"distributed_config": _own_shards(options.expert_parallel)} if sharded else {}
     if options.quantization_config is not None:
         _check_installed("accelerate", "quantization_config")
@@ -127,11 +127,11 @@ def _model(
                 f"{name!r} is made of Python code of its own, which runs only if you say so: read it, and then give "
                 "trust_remote_code=True (--trust-remote-code)"
             ) from error
-        raise ValueError(f"no causal language model could be loaded from {name!r}: {error}") from error
+        raise ValueError(f"no causal language model could be loaded from {place!r}: {error}") from error
     except (RuntimeError, SafetensorError) as error:
         if (broken := what_is_broken(error, name)) is None:
             raise
-        raise ValueError(f"no causal language model could be loaded from {name!r}: {broken}") from error
+        raise ValueError(f"no causal language model could be loaded from {place!r}: {broken}") from error
 
 
 def checkpoint_task(path: str | Path, task: Task, options: LoadOptions = PLAIN) -> tuple[Task, EmbeddingDefaults | None]:

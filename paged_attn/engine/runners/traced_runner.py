@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -162,23 +163,23 @@ class TracedRunner:
         found = None if kept is None else kept.find()
         if self.ranks is not None and not self.ranks.all_say(found is not None):
             found = None  # ranks trace together, or none does
-        stale = None
+        stale: tuple[Path, UnsupportedError] | None = None
         if kept is not None and found is not None:
             self.compiled, args, path = found
             try:
                 self._use(args)
                 return
             except UnsupportedError as refusal:
-                logger.warning("the graph %s is not used, and the model is traced anew: %s", path, refusal)
-                stale = path
+                stale = path, refusal
         if options.runs_with is not None:
             options = replace(options, runs_with=replace(options.runs_with, recurrent=self.recurrent))
         with replaced_by_ops(self.recurrent), self.ropes.by_request():
             self.compiled, args = trace_model(self.model, options, positions, on_all)
         self._use(args)
         if kept is not None:
-            if stale is not None:
-                kept.entries.remove(stale)
+            if stale is not None:  # what was refused was the graph, and not what the model is to be served with
+                logger.warning("the graph %s was not used, and the model was traced anew: %s", *stale)
+                kept.entries.remove(stale[0])
             kept.keep(self.compiled, args)
 
     def _find_recurrent(self, inputs_of: InputsOf) -> tuple[tuple[RecurrentLayer, ...], Mapping[str, AllTokensCall]]:

@@ -103,7 +103,16 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
+LISTED = "; what this server answers is listed at /docs"
 WAY = "; what this server answers begins with /v1, which belongs to a client's base URL (http://host:port/v1), and is listed at /docs"
+LORAS = "; clients load and unload adapters where the server was started with --lora-folder DIR"
+
+
+def _way(path: str) -> str:
+    """What to do about a path that there is not."""
+    if path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        return LORAS
+    return LISTED if path.startswith("/v1/") else WAY
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -116,7 +125,7 @@ async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         return told(request.scope, _first_complaint(error))
     if isinstance(error, HTTPException):
-        hint, headers = WAY if error.status_code == 404 else "", error.headers or {}
+        hint, headers = _way(request.url.path) if error.status_code == 404 else "", error.headers or {}
         if isinstance(error.__cause__, ValueError):  # of the body, which FastAPI reads
             hint = f": {error.__cause__}"
         if allowed := headers.get("Allow"):
