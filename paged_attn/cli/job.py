@@ -68,9 +68,18 @@ class RunInterruptedError(KeyboardInterrupt):
 
 
 def load(
-    path: str | Path, dtype: str, device: str | None, config: EngineConfig, options: LoadOptions = PLAIN, task: Task = "generate"
+    path: str | Path,
+    dtype: str,
+    device: str | None,
+    config: EngineConfig,
+    options: LoadOptions = PLAIN,
+    task: Task = "generate",
+    lora: str | None = None,
 ) -> Loaded:
     """Load, rewrite and warm up, so that what is timed later is generation only. Under torchrun each process loads its part.
+
+    Args:
+        lora: the folder of an adapter, which is its name, too; `config` has room for it.
 
     Raises:
         ValueError: no model there, or no such device. UnsupportedError: as `LLM` does.
@@ -84,16 +93,21 @@ def load(
     model, tokenizer = load_model(path, dtype, target, sharded, options, task)
     loaded = time.perf_counter()
     llm = LLM(model, tokenizer=tokenizer, config=config, task=task, embedding_defaults=defaults)
+    if lora is not None:
+        llm.load_lora(lora, lora)
     rewritten = time.perf_counter()
     llm.run_one_token()
     llm.engine.stats.reset()
     return Loaded(llm, loaded - started, rewritten - loaded, time.perf_counter() - rewritten)
 
 
-def run_prompts(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, on_event: OnEvent, late: int = 0) -> Run:
+def run_prompts(
+    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, on_event: OnEvent, late: int = 0, lora: str | None = None
+) -> Run:
     """Complete all prompts in one continuous batch; the last `late` of them arrive when the first token is out.
 
     Args:
+        lora: the name of a loaded adapter.
         on_event: called with the number of the prompt and each event, as it comes.
 
     Raises:
@@ -108,7 +122,7 @@ def run_prompts(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, on_
 
     def add(count: int) -> None:
         for tokens, prompt in list(zip(ids, prompts, strict=True))[len(requests) :][:count]:
-            request = engine.add_request(tokens, params, prompt=prompt if isinstance(prompt, str) else None)
+            request = engine.add_request(tokens, params, prompt=prompt if isinstance(prompt, str) else None, lora=lora)
             number[request.id], queued[request.id] = len(requests), time.perf_counter()
             requests.append(request)
 

@@ -14,6 +14,7 @@ from paged_attn.cli import check as check_module
 from paged_attn.cli.main import main
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.requests.outputs import TokenEvent
+from tests.engine.lora.adapters import Adapters, base
 
 SHORT = ["--max-new-tokens", "6", "--num-pages", "64"]
 
@@ -148,3 +149,15 @@ def test_prompts_of_token_ids_need_no_tokenizer(model_folder: Path, capsys: pyte
     with pytest.raises(SystemExit):
         generate(tmp_path, "--prompt-ids", "1,b")
     assert "argument --prompt-ids: '1,b'; allowed are token ids" in capsys.readouterr().err
+
+
+def test_an_adapter_generates_as_peft_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = Adapters(tmp_path, "llama", {"a": {}})
+    base().save_pretrained(tmp_path / "model")
+    flags = ("--prompt-ids", "5,6,7,8", "--ignore-eos", "--dtype", "float32")
+    assert generate(tmp_path / "model", *flags, "--lora", own.folders["a"]) == 0
+    assert capsys.readouterr().out.strip() == ",".join(map(str, own.generate("a", [5, 6, 7, 8], 6)))
+    assert generate(tmp_path / "model", *flags) == 0
+    assert capsys.readouterr().out.strip() == ",".join(map(str, own.generate(None, [5, 6, 7, 8], 6)))
+    assert generate(tmp_path / "model", *flags, "--lora", own.folders["a"], "--check") == 2
+    assert "--check compares with the unmodified model, and --lora changes it" in capsys.readouterr().err

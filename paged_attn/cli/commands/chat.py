@@ -17,12 +17,14 @@ from paged_attn.cli.options import (
     add_checkpoint_options,
     add_device_options,
     add_engine,
+    add_lora,
     add_sampling,
     engine_config,
     load_options,
     sampling_params,
     set_verbosity,
     use_template,
+    with_room_for_lora,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_chat_template(group)
     add_sampling(parser, max_new_tokens=1024)
     add_device_options(parser, dtype="auto")
+    add_lora(parser)
     add_engine(parser)
     parser.set_defaults(check=False)
 
@@ -53,17 +56,17 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: a setting out of range, or a model that cannot be loaded or cannot chat.
     """
-    params, config = sampling_params(args), engine_config(args)
+    params, config = sampling_params(args), with_room_for_lora(engine_config(args), args.lora)
     print(f"loading {args.model}", file=sys.stderr, flush=True)
     set_verbosity(args.verbose)
     from paged_attn.chat.template import template_text
     from paged_attn.cli.job import load, where_it_runs
 
-    llm = load(args.model, args.dtype, args.device, config, load_options(args)).llm
+    llm = load(args.model, args.dtype, args.device, config, load_options(args), lora=args.lora).llm
     use_template(llm, args.chat_template)
     template_text(llm.tokenizer, None, has_tools=False)
     print(f"{where_it_runs(llm)}. Ctrl-C stops an answer, Ctrl-D ends, {NEW} begins anew.", file=sys.stderr, flush=True)
-    Conversation(llm, params, args.system).run()
+    Conversation(llm, params, args.system, args.lora).run()
     return 0
 
 
@@ -72,10 +75,11 @@ class Conversation:
 
     Args:
         system: the first message of each conversation, if any.
+        lora: the name of a loaded adapter that answers.
     """
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
-        self._llm, self._params = llm, params
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, lora: str | None = None) -> None:
+        self._llm, self._params, self._lora = llm, params, lora
         self._beginning: list[Any] = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self._beginning)
 
@@ -103,9 +107,11 @@ class Conversation:
         from paged_attn.chat.parts import ChatMessage, Content, Part, ToolCall
 
         parts: list[Part] = []
+        is_cut = False
         with _interrupts() as interrupted:
-            events = self._llm.stream_chat(messages, self._params)
+            events = self._llm.stream_chat(messages, self._params, lora=self._lora)
             for event in events:
+                is_cut |= event.finish_reason == "length"
                 if interrupted.is_set():
                     break
                 if event.part is None:
@@ -120,6 +126,8 @@ class Conversation:
                     print(report.dim(event.part.text), end="", flush=True)
             events.close()  # type: ignore[attr-defined]
         print(" [stopped]" if interrupted.is_set() else "", flush=True)
+        if is_cut and not interrupted.is_set():
+            print(f"paged-attn: cut after {self._params.max_new_tokens} tokens; --max-new-tokens gives more", file=sys.stderr, flush=True)
         return ChatMessage.of(parts)
 
 

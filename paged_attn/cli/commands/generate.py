@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from paged_attn.cli import report
 from paged_attn.cli.options import (
     add_checkpoint_options,
+    add_lora,
     add_run_options,
     engine_config,
     load_options,
     read_prompts,
     sampling_params,
     set_verbosity,
+    with_room_for_lora,
 )
 from paged_attn.cli.token_text import completion_text
 
@@ -31,6 +33,7 @@ HELP = "complete prompts with a model"
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, a GGUF file, or a hub id like org/name")
     add_checkpoint_options(parser)
+    add_lora(parser)
     add_run_options(parser, dtype="auto")
 
 
@@ -40,7 +43,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         KeyboardInterrupt: Ctrl-C, after what there was by then has been written.
     """
-    params, config, prompts = sampling_params(args), engine_config(args), read_prompts(args)
+    params, prompts = sampling_params(args), read_prompts(args)
+    config = with_room_for_lora(engine_config(args), args.lora)
+    if args.lora is not None and args.check:
+        raise ValueError("--check compares with the unmodified model, and --lora changes it; leave one of them out")
     if not prompts:
         raise ValueError("no prompt; give --prompt TEXT, --prompt-ids N,..., or --prompt-file FILE (- reads standard input)")
     print(f"loading {args.model}", file=sys.stderr, flush=True)
@@ -48,10 +54,10 @@ def run(args: argparse.Namespace) -> int:
     from paged_attn.cli.check import check
     from paged_attn.cli.job import RunInterruptedError, load, run_prompts, where_it_runs
 
-    loaded = load(args.model, args.dtype, args.device, config, load_options(args))
+    loaded = load(args.model, args.dtype, args.device, config, load_options(args), lora=args.lora)
     print(where_it_runs(loaded.llm), file=sys.stderr)
     try:
-        done = run_prompts(loaded.llm, prompts, params, event_printer(args, prompts, loaded.llm))
+        done = run_prompts(loaded.llm, prompts, params, event_printer(args, prompts, loaded.llm), lora=args.lora)
     except RunInterruptedError as interrupted:
         print_interrupted(args, loaded, interrupted.run, len(prompts))
         raise
