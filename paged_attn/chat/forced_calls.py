@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from paged_attn.chat.answers.reasoning import ThinkTags, grammar_of
+from paged_attn.chat.formats.harmony import HarmonyFormat
 from paged_attn.chat.formats.tool_format import ToolFormat
 from paged_attn.chat.marks import own_token
 from paged_attn.engine.sampling.structured.compile_process import JSON_DEFAULTS
@@ -35,7 +36,9 @@ def calls_grammar(
     start = f"start: {before}calls" if schema is None else f"start: {before}(calls | answer)"
     rules += format.grammar(several, mark)
     rules += [f"arguments{i}: %json {_schema_text(_closed(tool.parameters), CALL_OPTIONS)}" for i, tool in enumerate(format.tools)]
-    rules += [] if schema is None else [f"answer: %json {_schema_text(json.loads(schema), JSON_DEFAULTS)}"]
+    if schema is not None:
+        head = format.answer(mark) if isinstance(format, HarmonyFormat) else ""
+        rules += [f"answer: {head}json", f"json: %json {_schema_text(json.loads(schema), JSON_DEFAULTS)}"]
     return "\n".join([start, *rules, ""])
 
 

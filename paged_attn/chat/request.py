@@ -11,6 +11,7 @@ from paged_attn.chat.answers.reasoning import begins_inside, tags_of
 from paged_attn.chat.errors import ChatError
 from paged_attn.chat.forced_calls import calls_grammar
 from paged_attn.chat.formats.choose import FORMATS, enforced_format, format_of
+from paged_attn.chat.formats.harmony import FINAL, HARMONY, START, HarmonyFormat, is_harmony
 from paged_attn.chat.formats.tool_format import ToolFormat
 from paged_attn.chat.marks import kept_ids
 from paged_attn.chat.messages import plain_messages
@@ -76,11 +77,17 @@ class ChatRequest:
             hint = "give another (chat_template=, --chat-template), or tool_choice='required' or 'none'"
             raise ChatError(f"tools: {what}; {hint}", "tools", "no_tools_in_template")
         messages = plain_messages(self.messages, knows_developer="developer" in template)
+        if "reasoning_content" not in template and ".thinking" in template:  # gpt-oss's name of it, which it reads beside calls alone
+            for message in messages:
+                if not message["content"] and "reasoning_content" in message:
+                    message["thinking"] = message.pop("reasoning_content")
         text = rendered(
             tokenizer, messages, template, tools, self.chat_template_kwargs,
             add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
             continue_final_message=self.continue_final_message,
         )  # fmt: skip
+        if guide is not None and not tools and self._reads_channels(tokenizer, template) and text.endswith(f"{START}assistant"):
+            text += FINAL
         continued = str(messages[-1]["content"]) if self.continue_final_message else None
         return ChatPrompt(text, self._form(tokenizer, template, text, choice, tools, guide, continued))
 
@@ -94,18 +101,21 @@ class ChatRequest:
         guide: tuple[str, str] | None,
         continued: str | None,
     ) -> AnswerForm:
+        if choice.mode == "required" and guide is not None:
+            raise ChatError(f"tool_choice: got one that asks for a call beside {guide[0]}; give one of them", "tool_choice")
+        most = None if self.parallel_tool_calls else 1
+        if self._reads_channels(tokenizer, template):
+            return self._of_channels(tokenizer, text, choice, tools, guide, most)
         tags = tags_of(template, self.reasoning_parser)
         inside = tags is not None and guide is None and begins_inside(tags, text, continued)
         by_template = getattr(tokenizer, "response_template", None) is not None
         found = format_of(template, self.tool_parser, tools) if tools else None
         if tools and found is None and not by_template and choice.mode == "auto" and self.tool_parser == "auto":
             what = "the chat template does not show in which format the model calls tools"
-            hint = f"say which (tool_parser=, --tool-parser): {', '.join(FORMATS)}; 'none' reads no calls; or give tool_choice='required'"
+            known = ", ".join((*FORMATS, HARMONY))
+            hint = f"say which (tool_parser=, --tool-parser): {known}; 'none' reads no calls; or give tool_choice='required'"
             raise ChatError(f"tools: {what}; {hint}", "tools", "unknown_tool_format")
-        most = None if self.parallel_tool_calls else 1
         if choice.mode == "required":
-            if guide is not None:
-                raise ChatError(f"tool_choice: got one that asks for a call beside {guide[0]}; give one of them", "tool_choice")
             format = enforced_format(None if by_template and self.tool_parser == "auto" else found, choice.allowed(tools))
             grammar = calls_grammar(tokenizer, format, self.parallel_tool_calls and choice.name is None, tags, inside)
             kept = kept_ids(tokenizer, (*(tags or ()), *format.marks))
@@ -117,6 +127,23 @@ class ChatRequest:
         maybe, found = self._calls_or_json(tokenizer, found, tools, guide)
         kept = kept_ids(tokenizer, (*(tags or ()), *(() if found is None else found.marks)))
         return AnswerForm(maybe, kept, tags, inside, found, most)
+
+    def _reads_channels(self, tokenizer: Any, template: str) -> bool:
+        """By gpt-oss's channels, where the setting says so, or the template alone says how answers look."""
+        if self.tool_parser == HARMONY:
+            return True
+        is_plain = getattr(tokenizer, "response_template", None) is None and self.reasoning_parser == "auto"
+        return is_plain and self.tool_parser in ("auto", "none") and is_harmony(template)
+
+    def _of_channels(
+        self, tokenizer: Any, text: str, choice: ToolChoice, tools: list[Tool], guide: tuple[str, str] | None, most: int | None
+    ) -> AnswerForm:
+        grammar, is_forced = None, choice.mode == "required"
+        format = HarmonyFormat(choice.allowed(tools) if is_forced else tools)
+        if is_forced or (tools and guide is not None and guide[0] == "json_schema"):
+            grammar = calls_grammar(tokenizer, format, False, None, False, schema=None if guide is None else guide[1])
+        shown = () if self.tool_parser == "none" and not is_forced else tools
+        return AnswerForm(grammar, kept_ids(tokenizer, format.marks), most_calls=most, channels=True, prompt=text, tools=shown)
 
     def _calls_or_json(
         self, tokenizer: Any, found: ToolFormat | None, tools: list[Tool], guide: tuple[str, str] | None

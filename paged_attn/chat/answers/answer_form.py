@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paged_attn.chat.answers.call_splitter import CallSplitter
+from paged_attn.chat.answers.channels import ChannelReader
 from paged_attn.chat.answers.reader import AnswerReader, TaggedReader
 from paged_attn.chat.answers.reasoning import ReasoningSplitter, ThinkTags
 from paged_attn.chat.answers.response_template import TemplateReader
@@ -28,7 +29,8 @@ class AnswerForm:
         format: of calls; None: none are looked for.
         most_calls: None: any number.
         template_of: a tokenizer whose response template reads the answer, instead of tags and format.
-        prompt, tools: what the response template is given.
+        channels: the answer is messages of several channels (gpt-oss), instead of tags and format.
+        prompt, tools: what the response template or the reader of channels is given.
     """
 
     grammar: str | None = None
@@ -38,6 +40,7 @@ class AnswerForm:
     format: ToolFormat | None = None
     most_calls: int | None = None
     template_of: Any = None
+    channels: bool = False
     prompt: str = ""
     tools: Sequence[Tool] = ()
 
@@ -49,6 +52,8 @@ class AnswerForm:
         """A new one, for one answer."""
         if self.template_of is not None:
             return TemplateReader(self.template_of, self.prompt, self.tools, self.most_calls)
+        if self.channels:
+            return ChannelReader(self.prompt, bool(self.tools), self.most_calls)
         calls = None if self.format is None else CallSplitter(self.format, self.most_calls)
         return TaggedReader(ReasoningSplitter(self.tags, self.starts_inside), calls)
 

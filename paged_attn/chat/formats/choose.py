@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from paged_attn.chat.errors import ChatError
 from paged_attn.chat.formats.glm import GlmFormat
+from paged_attn.chat.formats.harmony import HARMONY
 from paged_attn.chat.formats.hermes import HermesFormat
 from paged_attn.chat.formats.json_calls import JsonFormat
 from paged_attn.chat.formats.llama import LlamaFormat
@@ -23,10 +24,11 @@ FORMATS: dict[str, type[ToolFormat]] = {
         HermesFormat, QwenCoderFormat, SeedFormat, GlmFormat, LlamaFormat, MistralFormat, NamedMistralFormat, PythonicFormat, JsonFormat,
     )
 }  # fmt: skip
-TOOL_PARSERS = ("auto", "none", *FORMATS)
+TOOL_PARSERS = ("auto", "none", *FORMATS, HARMONY)
 # What only templates of a format say; the first that fits counts. None: a format that is none of ours, and shares a mark with one.
 SIGNS: tuple[tuple[str, type[ToolFormat] | None], ...] = (
-    ("<seed:tool_call>", SeedFormat), ("<arg_key>", GlmFormat), ("<parameter=", QwenCoderFormat), ("<function=", None),
+    ("<|channel|>", None), ("<seed:tool_call>", SeedFormat), ("<arg_key>", GlmFormat), ("<parameter=", QwenCoderFormat),
+    ("<function=", None),
     ("<tool_calls>", None), ("<tool_call>", HermesFormat), ("[ARGS]", NamedMistralFormat), ("[TOOL_CALLS]", MistralFormat),
     ("<|python_start|>", PythonicFormat), ("[func_name1(", PythonicFormat), ("<|python_tag|>", LlamaFormat),
     ('"parameters": dictionary', LlamaFormat),
