@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.host_copy import copy_to_device
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
-from paged_attn.attn_ops.model_code import model_code
 from paged_attn.backends.devices import has_triton
-from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 from paged_attn.engine.sampling.forbidden import forbid
+from paged_attn.engine.sampling.logits_processors import process
 from paged_attn.engine.sampling.logprobs import logprobs_of
+from paged_attn.engine.sampling.row_settings import RowSettings
 from paged_attn.engine.sampling.sample_tokens import sample_tokens
 from paged_attn.engine.sampling.sampler_output import BAD_LOGITS, NONE_LEFT, SamplerOutput
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import forbid_others
 from paged_attn.engine.sampling.token_counts import TokenCounts, penalised
-from paged_attn.engine.sampling_params import LogitsProcessor
 from paged_attn.parallel.ranks import Ranks
-
-LARGEST = float(np.finfo(np.float32).max)
-SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class Sampler:
@@ -89,40 +83,40 @@ class Sampler:
             self._counts = TokenCounts(logits.shape[-1], logits.device)
         count_rows = self._counts.rows_of([states[number] for number in counting]) if self._counts is not None else []
         edited = any(state.edits_logits for state in states)
-        numbers = _Numbers.of(rows, states, counting, count_rows, edited, logits)
+        settings = RowSettings.of(rows, states, counting, count_rows, edited, logits)
         source, most_likely = logits, best
         if edited:
-            source = self._edited(logits, states, numbers)
+            source = self._edited(logits, states, settings)
             most_likely = greedy_sample(source)
-        chosen = most_likely if edited else best.index_select(0, numbers.rows)
-        greedy = len(states) - len(numbers.drawn.rows)
+        chosen = most_likely if edited else best.index_select(0, settings.rows)
+        greedy = len(states) - len(settings.drawn.rows)
         if greedy < len(states):
-            drawn = sample_tokens(source, most_likely, numbers.drawn)
+            drawn = sample_tokens(source, most_likely, settings.drawn)
             chosen = torch.cat([chosen[:greedy], torch.where(chosen[greedy:] >= 0, drawn, -1)])
         if self._ranks is not None:  # their logits are equal, but exponentials need not round alike on every device
             self._ranks.take_first(chosen)
         if counting:
             assert self._counts is not None
-            self._counts.add(numbers.count_rows, chosen.index_select(0, numbers.counting))
-        finite = best.index_select(0, numbers.rows) >= 0
+            self._counts.add(settings.count_rows, chosen.index_select(0, settings.counting))
+        finite = best.index_select(0, settings.rows) >= 0
         if edited:
             chosen = torch.where(chosen < 0, NONE_LEFT, chosen)
-        return best.index_copy(0, numbers.rows, torch.where(finite, chosen, BAD_LOGITS))
+        return best.index_copy(0, settings.rows, torch.where(finite, chosen, BAD_LOGITS))
 
-    def _edited(self, logits: Tensor, states: Sequence[SamplingState], numbers: _Numbers) -> Tensor:
+    def _edited(self, logits: Tensor, states: Sequence[SamplingState], settings: RowSettings) -> Tensor:
         """Scores [L, V] float32 of the rows with these states."""
-        scores = logits.index_select(0, numbers.rows).float()
+        scores = logits.index_select(0, settings.rows).float()
         add_biases(scores, [state.params.biases for state in states])
-        if len(numbers.counting):
+        if len(settings.counting):
             assert self._counts is not None
-            some = scores.index_select(0, numbers.counting)
-            counts = self._counts.counts.index_select(0, numbers.count_rows)
-            scores.index_copy_(0, numbers.counting, penalised(some, counts, *numbers.penalties))
+            some = scores.index_select(0, settings.counting)
+            counts = self._counts.counts.index_select(0, settings.count_rows)
+            scores.index_copy_(0, settings.counting, penalised(some, counts, *settings.penalties))
         if not_next := {number: found for number, state in enumerate(states) if (found := state.not_next) is not None}:
             forbid(scores, not_next, self._last, {number: self._last_rows.get(states[number], -1) for number in not_next})
         for number, state in enumerate(states):
             if state.params.logits_processors:
-                _process(state, scores[number : number + 1])
+                process(state, scores[number : number + 1])
         guided = {number: state.guide for number, state in enumerate(states) if state.guide is not None}
         if guided:
             forbid_others(scores, guided)
@@ -161,96 +155,8 @@ def add_biases(scores: Tensor, biases: Sequence[Sequence[tuple[int, float]]]) ->
     flat[elements] = flat[elements] + values.view(torch.float32)
 
 
-class _Numbers(NamedTuple):
-    """The settings of some rows on the device, from one copy."""
-
-    rows: Tensor
-    counting: Tensor  # rows, among those of the step, that have penalties
-    count_rows: Tensor
-    penalties: tuple[Tensor, Tensor, Tensor]
-    drawn: SamplingTensors
-
-    @classmethod
-    def of(
-        cls, rows: Sequence[int], states: Sequence[SamplingState], counting: Sequence[int], count_rows: Sequence[int], edited: bool,
-        logits: Tensor,
-    ) -> _Numbers:  # fmt: skip
-        """`edited`: tokens are drawn from scores that have these rows only, and not from the logits."""
-        vocab = logits.shape[-1]
-        drawn = [state for state in states if not state.params.is_greedy]
-        params, counted = [state.params for state in drawn], [states[number].params for number in counting]
-        greedy, num_random, num_counting = len(states) - len(drawn), len(drawn), len(counting)
-        packed = PackedInts(
-            (len(rows), num_counting, num_counting, *(num_random,) * 4), (*(num_counting,) * 3, *(num_random,) * 2), logits.device
-        )
-        host = packed.host
-        host[0][:], host[1][:], host[2][:] = rows, counting, count_rows
-        host[3][:] = range(greedy, len(rows)) if edited else rows[greedy:]
-        host[4][:] = [vocab - min(p.top_k or vocab, vocab) for p in params]
-        host[5].view(np.float64)[:] = [state.uniform for state in drawn]
-        host[6].view(np.float64)[:] = _left_out([p.top_p for p in params])
-        reals: list[list[float]] = [
-            [max(p.repetition_penalty, SMALLEST) for p in counted],  # float32 would make it 0
-            [p.frequency_penalty for p in counted],
-            [p.presence_penalty for p in counted],
-            [p.temperature for p in params],
-            [p.min_p for p in params],
-        ]
-        for memory, values in zip(host[7:], reals, strict=True):
-            memory.view(np.float32)[:] = np.clip(values, -LARGEST, LARGEST)
-        on = packed.to_device()
-        repetition, frequency, presence, temperature, min_p = (tensor.view(torch.float32) for tensor in on[7:])
-        settings = SamplingTensors(
-            on[3],
-            temperature,
-            on[5].view(torch.float64),
-            min_p if any(p.min_p for p in params) else None,
-            on[4] if any(p.top_k for p in params) else None,
-            on[6].view(torch.float64) if any(p.top_p < 1.0 for p in params) else None,
-            sum(not p.has_limit for p in params),
-        )
-        return cls(on[0], on[1], on[2], (repetition, frequency, presence), settings)
-
-
-def _left_out(top_p: Sequence[float]) -> NDArray[np.float64]:
-    """The largest sums that count as no more than 1 - top_p: it is rounded to float32 from float64, and so is the sum, as in transformers.
-    Negative for top-p 1, which must not leave out tokens whose probability underflowed."""
-    whole = np.array(top_p)
-    left_out = (1.0 - whole).astype(np.float32)
-    return np.where(whole < 1.0, (left_out.astype(np.float64) + np.nextafter(left_out, np.float32(2.0)).astype(np.float64)) / 2, -1.0)
-
-
 def _kind(state: SamplingState) -> int:
     return 0 if state.params.is_greedy else 1 + state.params.has_limit
-
-
-def _process(state: SamplingState, scores: Tensor) -> None:
-    """Scores [1, V], in place, by the processors of a request. What one of them raises is the request's own error (`SamplingState.error`):
-    its scores are NaN then, and other requests go on."""
-    state.error = None
-    try:
-        for processor in state.params.logits_processors:
-            scores.copy_(_processed(processor, state, scores))
-    except ValueError as error:
-        state.error = error
-        scores.fill_(torch.nan)
-
-
-def _processed(processor: LogitsProcessor, state: SamplingState, scores: Tensor) -> Tensor:
-    """Raises ValueError: it raised something, or returned no such scores."""
-
-    def raised(why: str) -> ValueError:
-        return ValueError(f"the logits processor {processor!r} raised {why}")
-
-    with model_code(raised):
-        result = processor(torch.tensor([state.tokens], dtype=torch.int64, device=scores.device), scores.clone())
-    if not isinstance(result, Tensor) or result.shape != scores.shape:
-        got = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else repr(type(result).__name__)
-        raise ValueError(
-            f"the logits processor {processor!r} returned {got}; allowed: scores of shape {tuple(scores.shape)}, as it got: "
-            "processor(input_ids [1, T], scores [1, V]) -> scores [1, V]"
-        )
-    return result
 
 
 def _check(logits: Tensor) -> None:
