@@ -18,6 +18,7 @@ from paged_attn.chat.messages import plain_messages
 from paged_attn.chat.template import reads_tools, rendered, template_text
 from paged_attn.chat.tools import Tool, ToolChoice, checked_choice, checked_tools
 from paged_attn.engine.requests.detokenizer import special_ids
+from paged_attn.shown import shown
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class ChatRequest:
         continue_final_message: go on with the last message instead; then no generation prompt is added.
         tool_parser: a name of `TOOL_PARSERS`: "auto" is the tokenizer's response template, or what the chat template shows.
         reasoning_parser: a name of `REASONING_PARSERS`, likewise.
+        reasoning_effort: OpenAI's, such as "low"; a variable for templates that read it.
     """
 
     messages: Sequence[Any]
@@ -56,6 +58,7 @@ class ChatRequest:
     continue_final_message: bool = False
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    reasoning_effort: str | None = None
 
     def prompt(self, tokenizer: Any, guide: tuple[str, str] | None = None) -> ChatPrompt:
         """Render it.
@@ -82,7 +85,7 @@ class ChatRequest:
                 if not message["content"] and "reasoning_content" in message:
                     message["thinking"] = message.pop("reasoning_content")
         text = rendered(
-            tokenizer, messages, template, tools, self.chat_template_kwargs,
+            tokenizer, messages, template, tools, self._settings(template),
             add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
             continue_final_message=self.continue_final_message,
         )  # fmt: skip
@@ -90,6 +93,15 @@ class ChatRequest:
             text += FINAL
         continued = str(messages[-1]["content"]) if self.continue_final_message else None
         return ChatPrompt(text, self._form(tokenizer, template, text, choice, tools, guide, continued))
+
+    def _settings(self, template: str) -> Mapping[str, Any]:
+        """Variables for the template."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        if "reasoning_effort" not in template:
+            what = f"got {shown(self.reasoning_effort)}, and the model's chat template does not read it; leave it out"
+            raise ChatError(f"reasoning_effort: {what}", "reasoning_effort", "unsupported_value")
+        return {"reasoning_effort": self.reasoning_effort, **self.chat_template_kwargs}
 
     def _form(
         self,

@@ -291,6 +291,15 @@ def test_with_a_response_template_too_many_calls_and_names_that_utf8_cannot_carr
     assert not broken.tool_calls and (broken.content or "").encode()
 
 
+def test_the_effort_of_reasoning_is_a_variable_of_templates_that_read_it() -> None:
+    reads = "{{ messages[0].content }}{{ reasoning_effort }}"
+    assert prompt(chat_template=reads, reasoning_effort="low").text == "Hellolow"
+    assert prompt(chat_template=reads, reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}).text == "Hellohigh"
+    with pytest.raises(ChatError, match="reasoning_effort: got 'low', and the model's chat template does not read it") as refused:
+        prompt(reasoning_effort="low")
+    assert refused.value.param == "reasoning_effort"
+
+
 def test_developer_is_system_for_templates_that_do_not_know_it() -> None:
     asked = [{"role": "developer", "content": "Be brief."}, *HELLO]
     by_role = "{% for m in messages %}{{ m.role }}>{{ m.content }};{% endfor %}"

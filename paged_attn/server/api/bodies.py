@@ -38,7 +38,7 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((None, ["text"]), "leave it out"),
     "audio": (NOTHING, "leave it out"),
     "prediction": (NOTHING, "leave it out"),
-    "reasoning_effort": (NOTHING, "use chat_template_kwargs if the model's template knows it"),
+    "reasoning_effort": (NOTHING, "only chats have it"),
     "verbosity": (NOTHING, "leave it out"),
     "web_search_options": (NOTHING, "leave it out"),
     "store": (NOTHING, "leave it out"),

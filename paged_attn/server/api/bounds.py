@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Set
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
@@ -89,6 +89,7 @@ def _text(most: int) -> tuple[BeforeValidator, Any]:
 
 
 Name = Annotated[str, *_text(MAX_NAME)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # OpenAI's; a template may know fewer
 Salt = Annotated[str, *_text(MAX_SALT)]
 GuideText = Annotated[str, *_text(MAX_SCHEMA_TEXT)]
 _OneStop = Annotated[str, Field(json_schema_extra={"maxLength": MAX_STOP})]

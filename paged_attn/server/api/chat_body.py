@@ -10,7 +10,7 @@ from paged_attn.asynchronous.texts import length_of
 from paged_attn.chat.request import ChatRequest
 from paged_attn.chat.tools import CHOICES
 from paged_attn.server.api.bodies import MAX_LOGPROBS, Body
-from paged_attn.server.api.bounds import Choice, Closed, Messages, Name, Schema, Settings, Tools, within
+from paged_attn.server.api.bounds import Choice, Closed, Effort, Messages, Name, Schema, Settings, Tools, within
 from paged_attn.server.http.errors import ApiError
 from paged_attn.shown import shown
 
@@ -46,6 +46,7 @@ class ChatBody(Body):
         description='"none", "auto" (default where there are tools), "required", {"type": "function", "function": {"name": ...}}',
     )
     parallel_tool_calls: bool | None = Field(None, description="whether one answer may hold several calls; default true")
+    reasoning_effort: Effort | None = Field(None, description="for models whose chat template reads it, as gpt-oss's does")
     add_generation_prompt: bool | None = Field(None, description="extension: end the prompt with the beginning of an answer; default true")
     continue_final_message: bool | None = Field(None, description="extension: go on with the last message")
     chat_template_kwargs: Settings | None = Field(None, description="extension: variables for the model's chat template")
@@ -96,4 +97,5 @@ class ChatBody(Body):
             self.messages, self.tools, self.tool_choice, parallel_tool_calls=self.parallel_tool_calls is not False,
             chat_template_kwargs=self.chat_template_kwargs or {}, add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message), tool_parser=tool_parser, reasoning_parser=reasoning_parser,
+            reasoning_effort=self.reasoning_effort,
         )  # fmt: skip

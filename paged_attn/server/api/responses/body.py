@@ -12,7 +12,7 @@ from paged_attn.asynchronous.texts import length_of
 from paged_attn.chat.request import ChatRequest
 from paged_attn.chat.tools import CHOICES
 from paged_attn.server.api.bodies import IGNORED, NEUTRAL, NOTHING, Body
-from paged_attn.server.api.bounds import Choice, Closed, Name, Schema, Settings, Tools, within
+from paged_attn.server.api.bounds import Choice, Closed, Effort, Name, Schema, Settings, Tools, within
 from paged_attn.server.api.responses.input_items import messages_of
 from paged_attn.server.http.errors import ApiError
 from paged_attn.shown import shown
@@ -27,7 +27,6 @@ OWN_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "truncation": ((None, "disabled"), "nothing is left out of a conversation; send less of it"),
     "max_tool_calls": ((None,), "leave it out"),
     "top_logprobs": ((None, 0), "only chats and completions have log-probabilities"),
-    "reasoning": ((*NOTHING, {"effort": None}, {"effort": None, "summary": None}, {"summary": None}), "use chat_template_kwargs"),
     "include": ((*NOTHING, ["reasoning.encrypted_content"]), "reasoning comes as text, and nothing else is left out of answers"),
 }
 # Fields of the other routes.
@@ -48,6 +47,11 @@ class TextSettings(Closed):
     verbosity: Literal["medium"] | None = None
 
 
+class ReasoningSettings(Closed):
+    effort: Effort | None = Field(None, description="for models whose chat template reads it, as gpt-oss's does")
+    summary: Literal["auto"] | None = Field(None, description="reasoning comes as text, whatever it says")
+
+
 class ResponsesBody(Body):
     """The body of POST /v1/responses."""
 
@@ -63,6 +67,7 @@ class ResponsesBody(Body):
     instructions: str | None = Field(None, description="a system message before the others")
     max_output_tokens: int | None = Field(None, description="default: what there is room for", json_schema_extra=within(0))
     text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
     tools: Tools | None = Field(None, description="functions that the model may call")
     tool_choice: Choice = Field(
         None, json_schema_extra={"anyOf": [{"enum": [None, *CHOICES]}, {"type": "object"}]},
@@ -111,6 +116,7 @@ class ResponsesBody(Body):
             messages_of(self.input, self.instructions), [_tool(tool, i) for i, tool in enumerate(self.tools or ())] or None,
             _choice(self.tool_choice), parallel_tool_calls=self.parallel_tool_calls is not False,
             chat_template_kwargs=self.chat_template_kwargs or {}, tool_parser=tool_parser, reasoning_parser=reasoning_parser,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
         )  # fmt: skip
 
     def _check_what_comes_back(self) -> None:

@@ -14,7 +14,7 @@ from paged_attn.asynchronous.job import Job
 from paged_attn.asynchronous.texts import Texts
 from paged_attn.chat.answers.reader import read_event
 from paged_attn.chat.parts import Reasoning
-from paged_attn.server.api.responses.body import ResponsesBody
+from paged_attn.server.api.responses.body import ReasoningSettings, ResponsesBody
 from paged_attn.server.api.responses.output_items import Event, OutputItems
 from paged_attn.server.http.errors import ApiError, api_error
 
@@ -33,7 +33,7 @@ class ResponsesReply:
             "background": False, "error": None, "incomplete_details": None, "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {}, "model": model, "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None}, "store": False, "temperature": body.temperature,
+            "reasoning": (body.reasoning or ReasoningSettings(effort=None, summary=None)).model_dump(), "store": False, "temperature": body.temperature,
             "text": _text_settings(body), "tool_choice": "auto" if body.tool_choice is None else body.tool_choice, "tools": tools,
             "top_p": body.top_p, "truncation": "disabled", "usage": None,
         }  # fmt: skip
