@@ -28,12 +28,13 @@ class ResponsesReply:
         self.job = job
         self._form, self._items, self._num_tokens, self._num_reasoning = form, OutputItems(), 0, 0
         tools = [{"parameters": None, "strict": None, **tool} for tool in body.tools or ()]
+        reasoning = body.reasoning or ReasoningSettings(effort=None, summary=None)
         self._head: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()), "status": "in_progress",
             "background": False, "error": None, "incomplete_details": None, "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {}, "model": model, "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": None,
-            "reasoning": (body.reasoning or ReasoningSettings(effort=None, summary=None)).model_dump(), "store": False, "temperature": body.temperature,
+            "reasoning": reasoning.model_dump(), "store": False, "temperature": body.temperature,
             "text": _text_settings(body), "tool_choice": "auto" if body.tool_choice is None else body.tool_choice, "tools": tools,
             "top_p": body.top_p, "truncation": "disabled", "usage": None,
         }  # fmt: skip
