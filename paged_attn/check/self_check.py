@@ -25,6 +25,7 @@ from paged_attn.check.compare.noise import Noise
 from paged_attn.check.compare.ragged import compare_ragged
 from paged_attn.check.compare.suspects import without_choices
 from paged_attn.check.compare.windows import Attention, check_windows
+from paged_attn.check.runs.rare_ids import rare_ids, with_rare_ids
 from paged_attn.check.runs.served import Original, Served
 from paged_attn.check.runs.steps import ProbeSettings, others_for, probe_prompts
 from paged_attn.check.runs.tapped import unchanged
@@ -67,7 +68,9 @@ def self_check(
         served = TracedServed(compiled, inputs, settings or ProbeSettings())
         traced = GraphInputs(compiled.roles, args if traced_args is None else traced_args)
         original = TracedOriginal(compiled, traced, served.boundaries)
-        prompts = probe_prompts(inputs.device_of(args), _num_ids(compiled, inputs, args, original, model_logits), compiled.max_positions)
+        num_ids = _num_ids(compiled, inputs, args, original, model_logits)
+        random = probe_prompts(inputs.device_of(args), num_ids, compiled.max_positions)
+        prompts = with_rare_ids(random, rare_ids((t for t in inputs.owned if isinstance(t, Tensor)), num_ids))
         truth = Truth(original, served.boundaries.all, prompts, others_for(prompts, compiled.max_positions))
         check_rows(prompts, truth.logits, inputs.takes_logits_rows)
         noise = Noise(original, truth, served.is_causal, served.settings.length_borders)

@@ -12,6 +12,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import op_name, shape_at, value_of, writers_of
+from paged_attn.passes.fx.mask_literals import SMALL_TENSOR
 from paged_attn.passes.fx.slicing import ancestors
 from paged_attn.passes.fx.token_data import read_inputs
 
@@ -19,6 +20,7 @@ from paged_attn.passes.fx.token_data import read_inputs
 _ARITHMETIC = {"mul", "imul", "multiply", "div", "truediv", "itruediv", "true_divide", "divide", "tanh", "add", "iadd", "sub", "isub",
                "rsub", "neg"}  # fmt: skip
 # Lookups in a table and matrix products: what they make of token ids is the model's own state, not a mask.
+_INDEXING = {"getitem", "index", "gather", "take", "take_along_dim", "index_select", "embedding"}
 LOOKUPS = {"embedding", "linear", "matmul", "bmm", "addmm", "conv1d", "index_select", "einsum"}
 
 
@@ -90,14 +92,19 @@ def refuse_hidden_states(nodes: list[fx.Node], form: CallForm, where: str) -> No
         DependsOnHiddenStates: naming the operation.
     """
     from_ids = {node for node in nodes if form.roles.get(node) == "input_ids"}
+    tables = {node for node in nodes if form.roles.get(node) == "owned"}
     for node in nodes:
         if not any(source in from_ids for source in node.all_input_nodes):
+            if node.all_input_nodes and all(source in tables for source in node.all_input_nodes):
+                tables.add(node)
             continue
         from_ids.add(node)
         value = value_of(node)
-        if isinstance(value, Tensor) and value.is_floating_point() and op_name(node) in LOOKUPS:
+        read = tables & {*read_inputs(node)} if op_name(node) in _INDEXING else set()
+        is_of_table = any(value_of(table).numel() > SMALL_TENSOR for table in read)
+        if isinstance(value, Tensor) and (is_of_table or (value.is_floating_point() and op_name(node) in LOOKUPS)):
             raise DependsOnHiddenStates(
-                f"{where}: its mask or bias is computed from the tokens' hidden states "
+                f"{where}: its mask or bias is computed from what the model keeps of each token "
                 f"({op_name(node)} in {module_path(node) or node.name}), which a paged batch does not have for past tokens"
             )
 
