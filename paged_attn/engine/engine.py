@@ -387,8 +387,9 @@ class Engine:
             steps = self.lora_steps
         step = steps.prepare(columns)
         before_model = time.perf_counter()
+        own_writes = self.watch.own_writes() if self.watch is not None and step.captured is None else nullcontext()
         try:
-            with self.threads.for_step(len(columns.tokens)) if self.threads is not None else nullcontext():
+            with own_writes, self.threads.for_step(len(columns.tokens)) if self.threads is not None else nullcontext():
                 output = steps.run(step)
                 self.stats.model_seconds += time.perf_counter() - before_model
                 scores = PromptScores(output.logits, [tokens for _, tokens in layout.scored]) if layout.scored else None

@@ -45,6 +45,7 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._written_by_itself: list[Tensor] = []
         self.take()
 
     def take(self) -> None:
@@ -67,11 +68,29 @@ class ModelState:
         self._listed = list(self._tensors.values())
         self._kinds = list(map(_kind, self._listed))
         self._pointers = list(map(Tensor.data_ptr, self._listed))
-        self._with_versions = [tensor for tensor in self._listed if not tensor.is_inference()]
+        own = set(map(id, self._written_by_itself))
+        self._with_versions = [tensor for tensor in self._listed if not tensor.is_inference() and id(tensor) not in own]
         self._versions = _versions(self._with_versions)
+        self._take_sentinels()
+
+    def _take_sentinels(self) -> None:
         step = max(len(self._with_versions) // 8, 1)
-        self._sentinels = self._with_versions[::step][:8]
-        self._sentinel_versions = _versions(self._sentinels)
+        chosen = list(zip(self._with_versions, self._versions, strict=True))[::step][:8]
+        self._sentinels, self._sentinel_versions = [tensor for tensor, _ in chosen], [version for _, version in chosen]
+
+    def versions(self) -> list[int]:
+        """How often each tensor was written so far."""
+        return _versions(self._with_versions)
+
+    def leave_out_written_since(self, before: list[int]) -> None:
+        """Tensors that were written since `versions` said this are the model's own to write: their numbers are not looked at any more."""
+        now = self.versions()
+        if now == before:
+            return
+        kept = [i for i, (was, is_now) in enumerate(zip(before, now, strict=True)) if was == is_now]
+        self._written_by_itself += [tensor for i, tensor in enumerate(self._with_versions) if before[i] != now[i]]
+        self._with_versions, self._versions = [self._with_versions[i] for i in kept], [self._versions[i] for i in kept]
+        self._take_sentinels()
 
     def may_be_written(self) -> bool:
         """Whether something was written into one of eight tensors, as into all of them when weights are loaded or trained; 1 us."""

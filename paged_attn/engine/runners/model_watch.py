@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.model.model_state import Difference, ModelState
@@ -31,6 +33,14 @@ class ModelWatch:
     def may_be_stale(self) -> bool:
         """Whether numbers of the model were written, as far as a microsecond tells: `look` knows."""
         return self.state.may_be_written()
+
+    @contextmanager
+    def own_writes(self) -> Iterator[None]:
+        """What is written inside, by a step, is what the model itself writes when it is called (a counter, K and V in buffers): no change
+        of it, then or later."""
+        before = self.state.versions()
+        yield
+        self.state.leave_out_written_since(before)
 
     def look(self) -> bool:
         """Whether what was computed of cached tokens is no longer what the model computes.

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
 from paged_attn.engine.model.model_state import ModelState
+from tests.check.test_rare_ids import OfRareIds
 from tests.engine.models import OVERLAP, assert_idle
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
@@ -275,3 +276,30 @@ def test_equal_values_in_other_objects_are_no_difference() -> None:
     model.config.layer_types[0] = "sliding_attention"
     found = state.difference()
     assert found is not None and "layer_types was" in found.altered[0] and not found.replaced
+
+
+class CountsItsCalls(OfRareIds):
+    """It writes into a buffer of its own whenever it is called."""
+
+    def __init__(self) -> None:
+        super().__init__("plain")
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, idx: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return super().forward(idx)
+
+
+def test_what_a_model_writes_itself_is_no_change_of_it() -> None:
+    """A prompt in two chunks was computed anew for ever; what somebody else writes still counts."""
+    torch.manual_seed(0)
+    model, prompt = CountsItsCalls().eval(), list(range(40))
+    with LLM(model, num_pages=64, max_batch_tokens=32) as llm:
+        for _ in range(2):
+            completion = llm.generate([prompt], SamplingParams(max_new_tokens=6))[0]
+            text = list(prompt)
+            for _ in range(6):
+                text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
+            assert completion.token_ids == text[40:] and llm.engine.scheduler.stats.preemptions == 0
+            with torch.no_grad():
+                model.embed.weight.mul_(2)
