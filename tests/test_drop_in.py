@@ -266,3 +266,30 @@ def test_a_part_of_a_broken_forward_says_that_it_is_one() -> None:
     with pytest.raises(UnsupportedError, match=words) as told, torch.no_grad(), forward_context(batch, pool):
         compiled(**batch.model_inputs())
     assert "inside the context" not in str(told.value)
+
+
+class HidesPadding(nn.Module):
+    """One layer that does not see tokens of id 0, and says so itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Embedding(96, 32), nn.Linear(32, 96), nn.Linear(32, 96)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        (batch, length), x = ids.shape, self.embed(ids)
+        q, k, v = (each.view(batch, length, 4, 8).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        causal, own = torch.ones(length, length, dtype=torch.bool).tril(), torch.eye(length, dtype=torch.bool)
+        mask = causal & (ids != 0)[:, None, None] | own
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out: torch.Tensor = self.head(x + attended.transpose(1, 2).reshape(batch, length, 32))
+        return out
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_padding_that_a_model_finds_in_the_ids_of_its_first_call_does_not_stop_it(rows: int) -> None:
+    model = HidesPadding().eval()
+    ids = torch.randint(1, 96, (rows, 12))
+    ids[0, :5] = 0
+    compiled = torch.compile(model, backend="paged_attn")
+    with torch.no_grad():
+        assert torch.equal(compiled(ids), model(ids))

@@ -155,6 +155,8 @@ def refuse_implausible(sites: list[AttentionSite], form: CallForm, values: Value
             probe = MaskProbe(mask, site.node, form, values, site.where)
         except DependsOnHiddenStates:
             continue  # a paged call evaluates it as it is
+        if any(form.roles.get(node) == "input_ids" and node not in probe.shapes for node in probe.nodes):
+            continue  # padding, maybe, which one call has and another has not
         as_called = probe.evaluate_as_called()
         seen = as_seen(as_called, as_called.shape[-1], site.where).visible
         if match_family(seen) is None:
