@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
+from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores, module_path
+from paged_attn.passes.find.softmax import UnknownAttention
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import argument_of, name_of, shape_at, value_of
 from paged_attn.passes.fx.mask_literals import HIDES, hidden_numbers, scaled_numbers
@@ -243,9 +244,10 @@ class ScoreRegion:
         raise self.refusal("its sinks are no parameter of one logit a head")
 
     def refusal(self, why: str) -> UnsupportedError:
-        return UnsupportedError(
+        return UnknownAttention(
+            module_path(self.scores.softmax),
             f"{self.site.where}: attention that is written out as a softmax cannot be proved: {why}. "
-            "Run this model without paged_attn, or report it."
+            "Run this model without paged_attn, or report it.",
         )
 
 

@@ -104,7 +104,7 @@ def refuse_hidden_states(nodes: list[fx.Node], form: CallForm, where: str) -> No
         is_of_table = any(value_of(table).numel() > SMALL_TENSOR for table in read)
         if isinstance(value, Tensor) and (is_of_table or (value.is_floating_point() and op_name(node) in LOOKUPS)):
             raise DependsOnHiddenStates(
-                f"{where}: its mask or bias is computed from what the model keeps of each token "
+                f"{where}: its mask or bias is computed from the tokens' hidden states "
                 f"({op_name(node)} in {module_path(node) or node.name}), which a paged batch does not have for past tokens"
             )
 

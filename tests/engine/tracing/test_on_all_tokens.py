@@ -39,6 +39,19 @@ def windows(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) ->
     return (scores * 0.2).masked_fill(~mask, float("-inf")).softmax(-1) @ values
 
 
+def of_queries(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """Scores by the query's position."""
+    scores = (q @ k.mT) * torch.log(positions + 3.0)[..., None] * 0.1
+    return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+
+
+def of_the_largest(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """Small weights are left out, and the others stretched."""
+    weights = ((q @ k.mT) * 0.2).masked_fill(~mask, float("-inf")).softmax(-1)
+    kept = weights.where(weights >= weights.amax(-1, keepdim=True) * 0.3, 0.0)
+    return kept / kept.sum(-1, keepdim=True) @ v
+
+
 class Indexer(nn.Module):
     """Which keys a query may see, by a loop over what the data chooses."""
 
@@ -92,7 +105,9 @@ def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize(("mix", "indexed"), [(two_products, False), (windows, False), (windows, True)])
+@pytest.mark.parametrize(
+    ("mix", "indexed"), [(two_products, False), (windows, False), (windows, True), (of_queries, False), (of_the_largest, False)]
+)
 def test_tokens_are_the_models_own(mix: Mixer, indexed: bool, caplog: pytest.LogCaptureFixture) -> None:
     model, prompts = Model(mix, indexed).eval(), random_prompts((1, 5, 17, 33))
     with torch.no_grad(), caplog.at_level(logging.WARNING, "paged_attn"):
