@@ -165,3 +165,13 @@ def test_ranges_and_groups_collapse_only_equal_layers() -> None:
     groups = group_layers([report(0, "h.0", 0), report(1, "h.1", 1), report(2, "x.y", 1), report(3, "h.3.z", 1), report(4, "h.4", 4)])
     assert [(g.title, g.modules) for g in groups] == [("layers 0-1, 4", "h.{0-1,4}"), ("layers 2-3", "x.y, h.3.z")]
     assert groups[1].spec.endswith("reads the KV of layer 1")
+
+
+class LoopsOverTokens(OneLayer):
+    def forward(self, idx: Tensor) -> Tensor:
+        return torch.cat([super(LoopsOverTokens, self).forward(idx)[:, at : at + 4] for at in range(0, idx.shape[1], 4)], 1)
+
+
+def test_a_length_that_becomes_a_constant_is_told_in_words() -> None:
+    with pytest.raises(UnsupportedError, match=r"the number of tokens becomes a constant at .*test_explain\.py"):
+        attention_layers(torch.compile(LoopsOverTokens(stripes=False), backend="paged_attn"))

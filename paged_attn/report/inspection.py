@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import NoAttention
@@ -22,6 +23,7 @@ from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.refusals import unwrapped_refusals
 from paged_attn.compiled_graph import CompiledGraph, recorded_graphs
 from paged_attn.dynamo_backend import add_graphs, graphs_of
+from paged_attn.engine.tracing.trace_failure import not_traced
 from paged_attn.passes.fx.model_facts import model_device, model_dtype
 from paged_attn.recurrent.states import ContextWithStates, states_of
 from paged_attn.report.explanation import Explanation, GraphExplanation
@@ -132,8 +134,11 @@ def _trace(compiled: nn.Module, model: nn.Module) -> None:
     context = nullcontext() if states is None else ContextWithStates(batch, pool, NoAttention(), states, traced=True)
     token, given = token_argument(model), batch.model_inputs()
     inputs = {name: value for name, value in given.items() if name != "input_ids" and takes(model, name)}
-    with torch.no_grad(), unwrapped_refusals(), context, recorded_graphs() as ran:
-        compiled(**{token: given["input_ids"]}, **inputs)
+    try:
+        with torch.no_grad(), unwrapped_refusals(), context, recorded_graphs() as ran:
+            compiled(**{token: given["input_ids"]}, **inputs)
+    except ConstraintViolationError as failure:
+        raise not_traced(model, failure) from failure
     add_graphs(model, ran)
 
 
