@@ -76,10 +76,8 @@ class Sampling:
         of, first = self.of, self.of.first_limited
         found, limits = self._ints(self.count, 3), Limits(self._ints(self.count), self._ints(self.count))
         sums = torch.zeros(self.count, 2**MOST_BITS.value, dtype=torch.int64, device=self.logits.device)
-        lowest, shares = (
-            of.rows if of.lowest is None else of.lowest,
-            of.temperature if of.left_out is None else of.left_out,
-        )  # one of them is read
+        lowest = of.rows if of.lowest is None else of.lowest  # of these two one is read
+        shares = of.temperature if of.left_out is None else of.left_out
         floor_keys = limits.keys if floors is None else floors.keys
         spread_inputs = (*self.common, floor_keys, found, sums, self.vocabulary, self.stride, first)
         choose_inputs = (*self.common, lowest, shares, floor_keys, found, sums, *limits, self.vocabulary, self.stride, first)

@@ -2,6 +2,6 @@
 completions on the event loops that asked.
 
 `async_llm.py` is the face. `engine_thread.py` owns the engine: jobs (`job.py`) and cancels come to it through queues, `admission/` says
-who is turned away, `failed_steps.py` whose requests a step that raised ends. `texts.py`
-tokenizes in threads, where clients take turns (`fair_pool.py`).
+who is turned away, `failed_steps.py` whose requests a step that raised ends. `texts.py` tokenizes in threads, where clients take turns
+(`fair_pool.py`).
 """

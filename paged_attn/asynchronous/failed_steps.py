@@ -14,7 +14,8 @@ DOUBTFUL = 3  # failed steps in a row after which nothing new is let in until th
 
 
 class FailedSteps:
-    """
+    """How many there were in a row, and what is due because of them.
+
     Attributes:
         probe_due: a step failed, and no probe has run since.
         events_due: a step failed: the next one brings the events that were due.

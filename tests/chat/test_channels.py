@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from paged_attn import SamplingParams
 from paged_attn.chat.answers.channels import ChannelReader
-from paged_attn.chat.parts import ChatMessage
+from paged_attn.chat.parts import ChatMessage, ToolCall
 from paged_attn.chat.request import ChatRequest
 from paged_attn.engine.requests.detokenizer import MarkedDecoder
 from paged_attn.engine.sampling.structured.guides import Guides
@@ -68,6 +69,16 @@ def test_calls_that_may_not_be_are_content_and_so_is_what_a_prompt_began() -> No
     begun = "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>{}<|message|>So"
     assert read(" it is", 2, prompt=begun.format("final")) == ChatMessage(" it is")
     assert read(" it is", 2, prompt=begun.format("analysis")) == ChatMessage("", " it is")
+
+
+def test_a_long_call_takes_time_in_proportion() -> None:
+    reader = ChannelReader(NEXT, True, None)
+    reader.feed(CALL[:-1])
+    started = time.perf_counter()
+    for _ in range(20_000):
+        assert not reader.feed(', "a": [1]')
+    assert time.perf_counter() - started < 5
+    assert [part.name for part in reader.feed("}<|call|>") if isinstance(part, ToolCall)] == ["weather"]
 
 
 def test_a_template_with_channels_is_read_by_them() -> None:

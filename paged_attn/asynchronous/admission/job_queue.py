@@ -36,9 +36,11 @@ class JobQueue:
         return self._unseen.total()
 
     def add(self, job: Job, max_requests: int, engine: EngineSnapshot) -> None:
-        """Raises:
-        QueueFullError: too many wait.
-        PromptError: so many prompts can never wait.
+        """Let it wait for its turn; `engine`: what it said of its queue last.
+
+        Raises:
+            QueueFullError: too many wait.
+            PromptError: so many prompts can never wait.
         """
         count = job.size
         if count > max_requests + self.max_queue:

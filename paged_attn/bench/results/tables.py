@@ -71,7 +71,7 @@ def _equal(record: dict[str, Any]) -> Iterator[str]:
             yield (
                 f"same greedy tokens from {OURS} and {peer}, up to the first difference in a request: {min(tokens):.1%} to "
                 f"{max(tokens):.1%} of them by workload; requests without a difference: {min(requests):.1%} to {max(requests):.1%}"
-                + ("" if record["model"]["dtype"] == "float32" else " (16 bits round near-ties either way; float32 gives all of them)")
+                + ("" if record["model"]["dtype"] == "float32" else " (in 16 bits near-ties fall either way)")
             )
 
 

@@ -14,6 +14,7 @@ from paged_attn.utf8 import is_utf8
 _RECIPIENT, _CHANNEL = re.compile(r"to=([^\s<]+)"), re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 _HEADS = (START, CHANNEL, "to=")  # a message begins with one of these
 _MARKS = (START, *ENDINGS)
+LONGEST = max(map(len, _MARKS))
 Kind = Literal["header", "plain", "content", "reasoning", "call"]
 
 
@@ -30,6 +31,7 @@ class ChannelReader:
         self._most = most if has_tools else 0
         self._num_calls = 0
         self._held, self._header = "", ""
+        self._looked_at = 0  # where the end of a call is looked for
         self._kind: Kind = "header"
         self._has_told: set[type[Content | Reasoning]] = set()
         self._is_new = False  # nothing of this message was told
@@ -57,14 +59,15 @@ class ChannelReader:
         if self._kind == "header":
             return self._read_header()
         marks = (*_MARKS, CHANNEL) if self._kind == "plain" else _MARKS
-        found = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
+        found = [(at, mark) for mark in marks if (at := self._held.find(mark, self._looked_at)) >= 0]
         if found:
             at, mark = min(found)
             text, self._held = self._held[:at], self._held[at + len(mark) if mark in ENDINGS else at :]
             told = self._call(text, mark if mark in ENDINGS else "") if self._kind == "call" else self._tell(text)
-            self._kind = "header"
+            self._kind, self._looked_at = "header", 0
             return told
         if self._kind == "call":
+            self._looked_at = max(len(self._held) - LONGEST, 0)
             return None
         sure = len(self._held) - overlap(self._held, marks)
         text, self._held = self._held[:sure], self._held[sure:]
@@ -87,7 +90,7 @@ class ChannelReader:
     def _begin(self, header: str) -> None:
         channel = _CHANNEL.search(header)
         recipient = _RECIPIENT.search(header)
-        self._header, self._is_new = header, True
+        self._header, self._is_new, self._looked_at = header, True, 0
         if recipient is not None and recipient[1] not in ("assistant", "user", "all"):
             self._kind = "call"
         else:

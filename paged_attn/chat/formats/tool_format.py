@@ -159,7 +159,9 @@ def as_json(calls: Sequence[Call]) -> str:
     """A list of them, as `calls_of` reads it; "" of none."""
     if not calls:
         return ""
-    return json.dumps([{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls], ensure_ascii=False)
+    listed = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls]
+    text = json.dumps(listed, ensure_ascii=False)
+    return text if is_utf8(text) else json.dumps(listed)
 
 
 def json_calls_grammar(tools: Sequence[Tool], key: str) -> list[str]:
