@@ -92,7 +92,7 @@ def synchronize() -> None:
 
 
 def best_of(output: StepOutput) -> torch.Tensor:
-    return output.logits.argmax(-1) if output.tail is None else output.tail
+    return output.logits.argmax(-1) if output.greedy_tokens is None else output.greedy_tokens
 
 
 def time_steps(engine: Engine, requests: Sequence[BatchRequest], steps: int) -> dict[str, Any]:
