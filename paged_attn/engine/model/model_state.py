@@ -83,12 +83,14 @@ class ModelState:
         return _versions(self._with_versions)
 
     def leave_out_written_since(self, before: list[int]) -> None:
-        """Tensors that were written since `versions` said this are the model's own to write: their numbers are not looked at any more."""
+        """Buffers that were written since `versions` said this are the model's own to write: their numbers are not looked at any more.
+        Parameters are somebody else's, such as a thread's that loads weights meanwhile."""
         now = self.versions()
         if now == before:
             return
-        kept = [i for i, (was, is_now) in enumerate(zip(before, now, strict=True)) if was == is_now]
-        self._written_by_itself += [tensor for i, tensor in enumerate(self._with_versions) if before[i] != now[i]]
+        own = {i for i, tensor in enumerate(self._with_versions) if before[i] != now[i] and not isinstance(tensor, nn.Parameter)}
+        kept = [i for i in range(len(now)) if i not in own]
+        self._written_by_itself += [self._with_versions[i] for i in own]
         self._with_versions, self._versions = [self._with_versions[i] for i in kept], [self._versions[i] for i in kept]
         self._take_sentinels()
 

@@ -303,3 +303,14 @@ def test_what_a_model_writes_itself_is_no_change_of_it() -> None:
             assert completion.token_ids == text[40:] and llm.engine.scheduler.stats.preemptions == 0
             with torch.no_grad():
                 model.embed.weight.mul_(2)
+
+
+def test_weights_that_somebody_writes_during_a_step_are_still_followed() -> None:
+    model = model_of()
+    state = ModelState(model)
+    before = state.versions()
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    state.leave_out_written_since(before)
+    found = state.difference()
+    assert found is not None and found.written
