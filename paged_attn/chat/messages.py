@@ -14,27 +14,33 @@ MAX_NAME = 256  # characters: of a role, a name, an id
 MAX_PARTS = 4096  # of one message's content
 MAX_CALLS = 128  # of one message
 MAX_ARGUMENT_VALUES = 1 << 16  # of all calls together, before any of them is built
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 FIELDS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
 EMPTY: tuple[Any, ...] = (None, [], {}, ())  # a client that sends an answer back sends its empty fields, too
 
 
-def plain_messages(messages: Sequence[Any], knows_developer: bool = False) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[Any], template: str = "") -> list[dict[str, Any]]:
     """Messages for a template: contents are text, arguments of calls are mappings.
 
     Args:
         messages: mappings of role, content (a text, or parts of type "text"), name, reasoning_content, tool_calls and tool_call_id, as
             OpenAI's API and transformers have them, or objects that become such mappings (`ChatMessage`, the messages of OpenAI's client).
-
-        knows_developer: the template knows the role "developer", OpenAI's newer name of "system". Most drop its messages, or refuse them.
+        template: the text of the one that they are for. It may know roles of its own, and "developer", OpenAI's newer name of "system".
+            Most drop the messages of a role that they do not know.
 
     Raises:
         ChatError: anything else, with its place.
     """
     budget = [MAX_ARGUMENT_VALUES]
     plain = [_plain(_mapping(message, f"messages.{i}"), f"messages.{i}", budget) for i, message in enumerate(messages)]
-    if not knows_developer:
-        for message in plain:
-            message["role"] = "system" if message["role"] == "developer" else message["role"]
+    for i, message in enumerate(plain):
+        role = message["role"]
+        if role == "developer" and role not in template:
+            message["role"] = "system"
+        elif role not in ROLES and role not in template:
+            raise ChatError(
+                f"messages.{i}.role: got {shown(role)}; allowed: {', '.join(ROLES)}, and what the template knows", f"messages.{i}.role"
+            )
     return plain
 
 

@@ -79,7 +79,7 @@ class ChatRequest:
             what = "the model's chat template has no place for tools, so that it would never hear of them"
             hint = "give another (chat_template=, --chat-template), or tool_choice='required' or 'none'"
             raise ChatError(f"tools: {what}; {hint}", "tools", "no_tools_in_template")
-        messages = plain_messages(self.messages, knows_developer="developer" in template)
+        messages = plain_messages(self.messages, template)
         if "reasoning_content" not in template and ".thinking" in template:  # gpt-oss's name of it, which it reads beside calls alone
             for message in messages:
                 if not message["content"] and "reasoning_content" in message:

@@ -98,7 +98,7 @@ def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int | None) ->
     add("--stop", action="append", metavar="STR", help="text that ends a completion; may be given many times")
     add("--bad-words", action="append", metavar="STR", help="text that may not come; may be given many times")
     add("--ignore-eos", action="store_true", default=None, help="go on after the end-of-sequence token")
-    add("--json-schema", metavar="JSON", help="the answer is JSON of this schema")
+    add("--json-schema", metavar="JSON_OR_FILE", type=_schema, help="the answer is JSON of this schema: its text, or a file with it")
     add("--regex", metavar="RE", help="the answer matches this regular expression")
     add("--grammar", metavar="LARK", help="the answer follows this grammar, in llguidance's dialect of Lark")
     add("--logprobs", type=int, metavar="K", help="log-probability of each new token and of the K likeliest")
@@ -208,6 +208,16 @@ def _read_ids(text: str) -> list[int]:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}; allowed are token ids, as in 72,101,108") from error
+
+
+def _schema(given: str) -> str:
+    """The text of a schema, which begins with a brace, or of the file that has it."""
+    if given.lstrip().startswith("{"):
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{given!r} cannot be read: {error}; allowed: a JSON object, or a file with one") from error
 
 
 def set_verbosity(verbose: bool) -> None:

@@ -11,12 +11,18 @@ from paged_attn.engine.setting_names import OTHER_PARAM, OTHER_SETTING
 
 TOLD = {**OTHER_PARAM, **OTHER_SETTING}
 
-
 NEAR = 0.75  # alike, for a flag to be meant: `--model` is not `--pdl`
 
 
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` whose errors are one line. Those of a command are told by the command, which knows its flags."""
+
+    needs_model = False
+
+    def add_model(self, what: str = "a directory, a GGUF file, or a hub id like org/name") -> None:
+        """The model, as `MODEL` or `--model MODEL`. A positional argument of argparse would take the value of a misspelt flag."""
+        self.add_argument("--model", metavar="MODEL", help=f"{what}; also without the flag")
+        self.usage, self.needs_model = "%(prog)s MODEL [options]", True
 
     def error(self, message: str) -> NoReturn:
         """As argparse does, without the usage, which `--help` prints."""
@@ -25,8 +31,12 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Nothing unknown is left over: a command's parser is asked by this method, and what it left would be an error without its name."""
         parsed, unknown = super().parse_known_args(args, namespace)
+        if self.needs_model and parsed.model is None and len(unknown) == 1 and not unknown[0].startswith("-"):
+            parsed.model, unknown = unknown[0], []
         if unknown:
             self.error(no_such(unknown, [flag for flag, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]))
+        if self.needs_model and parsed.model is None:
+            self.error("no model; give MODEL: a directory, a GGUF file, or a hub id like org/name")
         return parsed, unknown
 
 

@@ -62,6 +62,10 @@ def test_messages_reach_the_template_as_it_expects_them() -> None:
     ]
 
 
+def test_a_template_may_know_a_role_of_its_own() -> None:
+    assert plain_messages([{"role": "critic", "content": "a"}], "{% if m.role == 'critic' %}") == [{"role": "critic", "content": "a"}]
+
+
 def with_arguments(arguments: Any) -> list[Any]:
     return [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
 
@@ -71,6 +75,7 @@ def with_arguments(arguments: Any) -> list[Any]:
     [
         (["Hello"], "messages.0", "allowed: a mapping with role and content"),
         ([{"role": "assistant"}], "messages.0.content", "allowed: a text"),
+        ([*HELLO, {"role": "asistant", "content": "a"}], "messages.1.role", "got 'asistant'; allowed: system, developer, user, assistant"),
         ([{"role": "tool", "content": "a", "tool_call_id": 5}], "messages.0.tool_call_id", "got 5"),
         ([{"role": "user", "content": "a", "reasoning_content": "b"}], "messages.0.reasoning_content", "of role 'assistant' only"),
         ([{"role": "assistant", "tool_calls": [5]}], "messages.0.tool_calls.0", "got 5"),

@@ -58,7 +58,11 @@ def test_arguments_that_do_not_parse(argv: list[str], capsys: pytest.CaptureFixt
         (["demo", "--model", "x"], "demo: error: there is no --model (see"),
         (["serve", "--model", "x", "--zzz"], "serve: error: there is no --zzz (see `paged-attn serve --help`)"),
         (["generate", "--model", "x", "--prompt", "It", "was a"], "generate: error: unexpected 'was a'; a value with spaces"),
-        (["serve"], "serve: error: the following arguments are required: --model (see"),
+        (["generate", "x", "--prompt", "It", "was a"], "generate: error: unexpected 'x was a'; a value with spaces"),
+        (["serve", "x", "--model", "y"], "serve: error: unexpected 'x'; a value with spaces"),
+        (["serve", "x", "--zzz"], "serve: error: there is no --zzz (see"),
+        (["serve"], "serve: error: no model; give MODEL: a directory"),
+        (["generate", "x", "--json-schema", "no.json"], "generate: error: argument --json-schema: 'no.json' cannot be read"),
         (["generat"], "error: argument COMMAND: invalid choice: 'generat'"),
         ([], "error: the following arguments are required: COMMAND (see `paged-attn --help`)"),
     ],
@@ -68,6 +72,20 @@ def test_what_does_not_parse_is_one_line_with_what_was_meant(argv: list[str], sa
         main(argv)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.removeprefix("paged-attn").lstrip(": ").startswith(said)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "explain", "warmup"])
+@pytest.mark.parametrize(
+    "argv", [["x", "--dtype", "auto"], ["--dtype", "auto", "x"], ["--model", "x", "--dtype", "auto"], ["--dtype", "auto", "--model=x"]]
+)
+def test_a_model_is_given_with_and_without_its_flag(command: str, argv: list[str]) -> None:
+    assert build_parser().parse_args([command, *argv]).model == "x"
+
+
+def test_a_schema_is_given_as_text_or_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    given = ['{"type": "object"}', str(tmp_path / "schema.json")]
+    assert {build_parser().parse_args(["generate", "x", "--json-schema", each]).json_schema for each in given} == {given[0]}
 
 
 def test_flags_by_the_names_of_other_engines() -> None:

@@ -324,6 +324,8 @@ def test_an_assistant_is_refused_and_a_bare_call() -> None:
         model.generate(**prompts((0,)), assistant_model=build("llama"), custom_generate=OURS)
     with pytest.raises(TypeError, match=r"call model.generate\(..., custom_generate=paged_attn.generate\)"):
         paged_attn.generate(model, prompts()["input_ids"], None, None, None)
+    with pytest.raises(TypeError, match=r"for prompts alone there is paged_attn.LLM"):
+        paged_attn.generate(model, ["Hello"])  # type: ignore[arg-type]
 
 
 def test_the_models_last_position() -> None:

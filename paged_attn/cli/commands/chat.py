@@ -29,6 +29,7 @@ from paged_attn.cli.options import (
 
 if TYPE_CHECKING:
     from paged_attn.chat.parts import ChatMessage
+    from paged_attn.cli.parser import Parser
     from paged_attn.engine.llm import LLM
     from paged_attn.engine.sampling_params import SamplingParams
 
@@ -37,8 +38,8 @@ NEW = "/new"
 _COMMAND = re.compile(r"/[a-z?]*")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, a GGUF file, or a hub id like org/name")
+def add_options(parser: Parser) -> None:
+    parser.add_model()
     add_checkpoint_options(parser)
     group = parser.add_argument_group("chat")
     group.add_argument("--system", metavar="TEXT", help="the system message that each conversation begins with")

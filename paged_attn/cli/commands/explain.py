@@ -7,12 +7,13 @@ import json
 from dataclasses import asdict
 
 from paged_attn.cli.options import DTYPES, add_checkpoint_options, load_options, set_verbosity
+from paged_attn.cli.parser import Parser
 
 HELP = "show what is rewritten in a model, and why"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, or a hub id; it is loaded on the CPU")
+def add_options(parser: Parser) -> None:
+    parser.add_model("a directory, or a hub id; it is loaded on the CPU")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto is the checkpoint's own")
     add_checkpoint_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")

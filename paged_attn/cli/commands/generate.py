@@ -24,14 +24,15 @@ from paged_attn.cli.token_text import completion_text
 
 if TYPE_CHECKING:
     from paged_attn.cli.job import Loaded, Prompt, Run
+    from paged_attn.cli.parser import Parser
     from paged_attn.engine.llm import LLM
     from paged_attn.engine.requests.outputs import Completion, TokenEvent
 
 HELP = "complete prompts with a model"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, a GGUF file, or a hub id like org/name")
+def add_options(parser: Parser) -> None:
+    parser.add_model()
     add_checkpoint_options(parser)
     add_lora(parser)
     add_run_options(parser, dtype="auto")

@@ -29,6 +29,7 @@ from paged_attn.engine.model.task import TASKS
 from paged_attn.parallel.torchrun import is_first, num_processes
 
 if TYPE_CHECKING:
+    from paged_attn.cli.parser import Parser
     from paged_attn.engine.config import EngineConfig
     from paged_attn.engine.engine import Engine
     from paged_attn.engine.llm import LLM
@@ -38,8 +39,8 @@ LORAS = 8  # room for adapters where some may come and --max-loras is not given
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, a GGUF file, or a hub id like org/name")
+def add_options(parser: Parser) -> None:
+    parser.add_model()
     parser.add_argument("--task", default="auto", choices=TASKS, help="what the model is for (default: as the checkpoint says)")
     add_server_options(parser)
     add_device_options(parser, dtype="auto")

@@ -17,6 +17,7 @@ from paged_attn.cli.options import (
 from paged_attn.cli.report import bold
 
 if TYPE_CHECKING:
+    from paged_attn.cli.parser import Parser
     from paged_attn.engine.config import EngineConfig
     from paged_attn.engine.llm import LLM
 
@@ -25,8 +26,8 @@ PROMPT_TOKENS = (3, 17, 40)
 NEW_TOKENS = 8
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, a GGUF file, or a hub id like org/name")
+def add_options(parser: Parser) -> None:
+    parser.add_model()
     add_device_options(parser, dtype="auto")
     add_checkpoint_options(parser)
     add_engine(parser)

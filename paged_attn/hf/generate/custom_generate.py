@@ -18,7 +18,7 @@ from paged_attn.engine.llm import LLM
 from paged_attn.hf.generate.kept_engine import engine_for
 from paged_attn.hf.generate.lockstep import Lockstep
 from paged_attn.hf.generate.prompt_rows import prompt_rows
-from paged_attn.hf.generate.refuse import ON_PAGES, callers_keywords, refuse_others
+from paged_attn.hf.generate.refuse import CALLED_BY_ITSELF, ON_PAGES, callers_keywords, refuse_others
 from paged_attn.hf.generate.request_params import params_of_rows, params_with_scores
 from paged_attn.hf.generate.row_processors import ScoreKeeper
 
@@ -28,9 +28,9 @@ Output = Tensor | GenerateDecoderOnlyOutput
 def generate(
     model: PreTrainedModel,
     input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    generation_config: GenerationConfig | None = None,
     **model_kwargs: Any,
 ) -> Output:
     """For `model.generate(..., custom_generate=paged_attn.generate)`: the batch runs through an engine, which is made at the first call and
@@ -74,11 +74,13 @@ def _generate(
     engine_config: EngineConfig,
     model: PreTrainedModel,
     input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    generation_config: GenerationConfig | None = None,
     **given: Any,
 ) -> Output:
+    if logits_processor is None or stopping_criteria is None or generation_config is None:
+        raise TypeError(CALLED_BY_ITSELF)
     config, criteria = generation_config, stopping_criteria
     called = callers_keywords()
     refuse_others(model, config, called, given)

@@ -15,6 +15,10 @@ from paged_attn.hf.cache_name import CACHE_NAMES
 
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 ON_PAGES = "model.generate(..., past_key_values=paged_attn.PagedCache(model)) does (docs/generate.md)"
+CALLED_BY_ITSELF = (
+    "paged_attn.generate is for transformers: call model.generate(..., custom_generate=paged_attn.generate); for prompts alone there is "
+    "paged_attn.LLM(model, tokenizer=...).generate(prompts)"
+)
 # What `generate` hands on that is the same here (K and V lie in the engine's pages however a cache was asked for), or is read elsewhere.
 _KNOWN = {"attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep"}
 
@@ -35,7 +39,7 @@ def callers_keywords() -> dict[str, Any]:
     """
     frame = generate_frame()
     if frame is None:
-        raise TypeError("paged_attn.generate is for transformers: call model.generate(..., custom_generate=paged_attn.generate)")
+        raise TypeError(CALLED_BY_ITSELF)
     return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
 
 
