@@ -35,10 +35,6 @@ from paged_attn.passes.replace_layers import pool_dtype, replace_layers
 from paged_attn.passes.report import Facts, GraphPass
 
 
-def _specialise(graph: fx.Graph, facts: Facts) -> str:
-    return f"{specialise_numbers(facts.original, graph)} nodes"
-
-
 def _find(graph: fx.Graph, facts: Facts) -> str:
     facts.sites = find_attention(graph, facts.form)
     if facts.form.reason:
@@ -69,13 +65,12 @@ def _proof_of(prover: Prover, site: AttentionSite) -> AttentionProof | DualChunk
         return reason
 
 
-def _latents(graph: fx.Graph, facts: Facts) -> str:
+def _latents(graph: fx.Graph, facts: Facts) -> int:
     finder = LatentFinder(graph, facts.form)
     for index, (site, proof) in enumerate(zip(facts.sites, facts.proofs, strict=True)):
         if isinstance(proof, AttentionProof) and (latent := latent_of(finder, site, proof, pool_dtype(site, facts.model))):
             facts.latents[index] = latent
-    facts.result.num_latents = sum(isinstance(each, LatentProof) for each in facts.latents.values())
-    return f"{facts.result.num_latents} layers"
+    return sum(isinstance(each, LatentProof) for each in facts.latents.values())
 
 
 def _positions(graph: fx.Graph, facts: Facts) -> str:
@@ -87,11 +82,6 @@ def _positions(graph: fx.Graph, facts: Facts) -> str:
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     result.evaluated = tuple(index for index, node in enumerate(placeholders) if node in facts.values.read)
     return f"{result.positions_redirected} values"
-
-
-def _gather(graph: fx.Graph, facts: Facts) -> str:
-    facts.result.num_gathered = gather_logits_early(graph, facts.form, facts.values)
-    return f"{facts.result.num_gathered} operations"
 
 
 def _merge(graph: fx.Graph, facts: Facts) -> str:
@@ -111,51 +101,54 @@ def _experts(graph: fx.Graph, facts: Facts) -> str:
     return f"{sum(facts.result.experts.values())} layers"
 
 
-def _scans(graph: fx.Graph, facts: Facts) -> str:
-    facts.result.num_scans = sum(node.target in WITH_STATE and node.target is not RECURRENT_LAYER for node in graph.nodes)
+def _scans(graph: fx.Graph, facts: Facts) -> int:
     in_place = read_columns_in_place(graph, facts.form), read_unrepeated_heads(graph, facts.form)
     if any(in_place):
         remove_dead_code(graph)
-    moved = "{} on columns of a projection, {} on keys that are not repeated".format(*in_place)
-    return f"{facts.result.num_scans} ops" + (f", {moved}" if any(in_place) else "")
-
-
-def _complex(graph: fx.Graph, facts: Facts) -> str:
-    facts.result.num_real = complex_as_real(graph)
-    return f"{facts.result.num_real} operations"
-
-
-def _routing(graph: fx.Graph, facts: Facts) -> str:
-    facts.result.num_routed = fuse_routing(graph, facts.values)
-    return f"{facts.result.num_routed} routers"
-
-
-def _float32(graph: fx.Graph, facts: Facts) -> str:
-    facts.result.num_float32 = use_linear_float32(graph, facts.form, facts.values)
-    return f"{facts.result.num_float32} products"
-
-
-def _gemv(graph: fx.Graph, facts: Facts) -> str:
-    facts.result.num_gemv = use_gemv(graph, facts.form)
-    return f"{facts.result.num_gemv} linears"
+    return sum(node.target in WITH_STATE and node.target is not RECURRENT_LAYER for node in graph.nodes)
 
 
 PASSES = (
-    GraphPass("specialise_numbers", "numbers of the model that Dynamo made symbolic become constants again", _specialise),
+    GraphPass(
+        "specialise_numbers", "numbers of the model that Dynamo made symbolic become constants again",
+        lambda graph, facts: specialise_numbers(facts.original, graph), "{} nodes",
+    ),
     GraphPass("find_attention", "every attention, in whatever way it is written", _find),
     GraphPass("prove_attention", "what each computes (mask, bias, scale, softcap, sinks), evaluated and compared", _prove),
-    GraphPass("latent_attention", "keys and values that are maps of one narrow row per token: only the row is kept", _latents),
+    GraphPass(
+        "latent_attention", "keys and values that are maps of one narrow row per token: only the row is kept",
+        _latents, "{} layers keep one row per token in place of keys and values",
+    ),
     GraphPass("replace_attention", "each becomes an op on pages", replace_layers),
     GraphPass("own_positions", "positions that the model counts itself become those of the batch", _positions),
     GraphPass("experts", "layers of experts that are proved become one op each, most while the model is traced", _experts),
-    GraphPass("scans", "what recurrent layers do with their states becomes ops on slots, which read their operands where they lie", _scans),
-    GraphPass("complex_as_real", "products of complex numbers, as some rotations are, in real arithmetic", _complex),
-    GraphPass("early_logits_gather", "after the last attention only the rows whose logits are wanted are computed", _gather),
-    GraphPass("routing", "what stands between a router's logits and its experts becomes one op", _routing),
+    GraphPass(
+        "scans", "what recurrent layers do with their states becomes ops on slots, which read their operands where they lie",
+        _scans, "{} scans and short convolutions are ops on slots of state",
+    ),
+    GraphPass(
+        "complex_as_real", "products of complex numbers, as some rotations are, in real arithmetic",
+        lambda graph, facts: complex_as_real(graph), "{} operations on complex numbers are done in real ones",
+    ),
+    GraphPass(
+        "early_logits_gather", "after the last attention only the rows whose logits are wanted are computed",
+        lambda graph, facts: gather_logits_early(graph, facts.form, facts.values), "{} operations at the end compute the wanted rows only",
+    ),
+    GraphPass(
+        "routing", "what stands between a router's logits and its experts becomes one op",
+        lambda graph, facts: fuse_routing(graph, facts.values), "{} routers are one op each",
+    ),
     GraphPass("merge_linears", "one matrix product for q, k and v, one for gate and up", _merge),
-    GraphPass("linear_float32", "products in float32 of tensors in 16 bits, as routers have, without casts", _float32),
-    GraphPass("gemv", "linears through an op that has a kernel for a single row", _gemv),
-)
+    GraphPass(
+        "linear_float32", "products in float32 of tensors in 16 bits, as routers have, without casts",
+        lambda graph, facts: use_linear_float32(graph, facts.form, facts.values),
+        "{} products in float32 take tensors in 16 bits as they are",
+    ),
+    GraphPass(
+        "gemv", "linears through an op that has a kernel for a single row",
+        lambda graph, facts: use_gemv(graph, facts.form), "{} linears have a kernel for single rows",
+    ),
+)  # fmt: skip
 
 
 def pass_table() -> list[tuple[str, str, str]]:

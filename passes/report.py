@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -51,16 +52,10 @@ class Rewrite:
     nodes_before: int = 0
     nodes_after: int = 0
     positions_redirected: int = 0
+    counts: Counter[str] = field(default_factory=Counter)  # of passes that count what they did, by their names; see `GraphPass.did`
     merges: tuple[Merge, ...] = ()
-    num_latents: int = 0  # attentions that keep one row per token in place of keys and values
-    num_gathered: int = 0  # nodes that compute the wanted rows only
-    num_gemv: int = 0  # linears with a kernel for a single row
     experts: dict[str, int] = field(default_factory=dict)  # layers of experts that are one op, by the backend that computes them
     experts_per_choice: int = 0  # of a layer, for each that a token chooses; the most of all layers
-    num_routed: int = 0  # routers that are one op
-    num_real: int = 0  # operations on complex numbers that are done in real ones
-    num_float32: int = 0  # products in float32 that take tensors in 16 bits as they are
-    num_scans: int = 0  # ops on slots of recurrent state
     max_positions: int | None = None  # as far as the graph shows; a longer sequence cannot run
     evaluated: tuple[int, ...] = ()  # the inputs on whose values the proofs rest
     traced: dict[str, str] = field(default_factory=dict)  # nodes that stand for the same value in the traced graph, by their names in both
@@ -104,12 +99,14 @@ class GraphPass:
     Attributes:
         name: by which it is listed, timed, dumped and switched off.
         what: it does, in a line.
-        run: changes the graph in place and says in words what it did; raises UnsupportedError or CallNotPaged if it cannot.
+        run: changes the graph in place and says what it did, in words or as a number; raises UnsupportedError or CallNotPaged if it cannot.
+        did: the words around such a number.
     """
 
     name: str
     what: str
-    run: Callable[[fx.Graph, Facts], str]
+    run: Callable[[fx.Graph, Facts], str | int]
+    did: str = ""
 
     @property
     def optional(self) -> bool:

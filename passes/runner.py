@@ -76,5 +76,8 @@ def _run_passes(graph: fx.Graph, facts: Facts, optional: Collection[str]) -> Non
         started = time.perf_counter()
         said = each.run(graph, facts)
         seconds[each.name] = time.perf_counter() - started
+        if isinstance(said, int):
+            facts.result.counts[each.name] = said
+            said = each.did.format(said)
         logger.info("pass %s: %s (%.2f s)", each.name, said, seconds[each.name])
         dump.write(graph, each.name, said)

@@ -96,7 +96,7 @@ def test_explain_says_how_each_layer_was_found_and_proved_and_what_is_not_paged(
 
 def test_explain_says_what_passes_did_besides_paging() -> None:
     llm = LLM(build("llama"), num_pages=8, merge_linears=True)
-    moved = llm.engine.runner.compiled.rewrite.num_gathered
+    moved = llm.engine.runner.compiled.rewrite.counts["early_logits_gather"]
     assert moved > 0
     words = f"{moved} operations at the end compute the wanted rows only, 15 weights merged into 6"
     assert f"\n  besides      {words}\n" in explain(llm)

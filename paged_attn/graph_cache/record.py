@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -29,11 +30,7 @@ from paged_attn.passes.replace.operand_layout import Operand
 from paged_attn.passes.report import LayerReport, Rewrite
 
 PROBE_TOKENS = 3  # of the token ids that stand for those of the traced call
-_COUNTS = (  # of `Rewrite`: numbers, which JSON holds as they are
-    "nodes_before", "nodes_after", "num_latents", "num_gathered", "num_gemv", "num_routed", "num_real", "num_float32", "num_scans",
-    "positions_redirected", "max_positions",
-    "experts_per_choice",
-)  # fmt: skip
+_NUMBERS = ("nodes_before", "nodes_after", "positions_redirected", "max_positions", "experts_per_choice")  # of `Rewrite`, as they are
 
 
 def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors) -> Data:
@@ -57,7 +54,8 @@ def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors)
         "max_tokens": found.form.max_tokens,
         "layers": [asdict(layer) for layer in found.layers],
         "merges": [[list(merge.inputs), list(merge.rows)] for merge in found.merges],
-        "counts": {name: getattr(found, name) for name in _COUNTS},
+        "numbers": {name: getattr(found, name) for name in _NUMBERS},
+        "counts": found.counts,
         "experts": found.experts,
         "evaluated": list(found.evaluated),
         "pieces": None if compiled.pieces is None else [asdict(piece) for piece in compiled.pieces.kept or ()],
@@ -107,7 +105,8 @@ def _found(record: Data, gm: fx.GraphModule) -> Rewrite:
         CallForm("T", roles, "", record["max_tokens"], record["min_tokens"]), gm, [_layer(layer) for layer in record["layers"]],
         merges=tuple(Merge(tuple(inputs), tuple(rows)) for inputs, rows in record["merges"]),
         experts=dict(record["experts"]), evaluated=tuple(record["evaluated"]), traced=dict(record["traced"]),
-        modules=dict(record["modules"]), **{name: record["counts"][name] for name in _COUNTS},
+        modules=dict(record["modules"]), counts=Counter(record["counts"]),
+        **{name: record["numbers"][name] for name in _NUMBERS},
     )  # fmt: skip
 
 

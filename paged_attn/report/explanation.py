@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from paged_attn.capture.compiled.pieces import PieceReport
 from paged_attn.compiled_graph import CompiledGraph
+from paged_attn.passes.pass_list import PASSES
 from paged_attn.passes.report import LayerReport, Rewrite
 from paged_attn.recurrent.layer import RecurrentLayer
 
@@ -231,16 +232,8 @@ def ranges(ids: Sequence[int], separator: str = ", ") -> str:
 
 def besides(found: Rewrite) -> tuple[str, ...]:
     """What was done to a graph beyond what paging needs."""
-    linears = sum(len(merge.inputs) for merge in found.merges)
-    done = (
-        (found.num_latents, f"{found.num_latents} layers keep one row per token in place of keys and values"),
-        (found.num_gathered, f"{found.num_gathered} operations at the end compute the wanted rows only"),
-        (linears, f"{linears} weights merged into {len(found.merges)}"),
-        *((count, f"{count} layers of experts are one op each, by {name}") for name, count in found.experts.items()),
-        (found.num_routed, f"{found.num_routed} routers are one op each"),
-        (found.num_scans, f"{found.num_scans} scans and short convolutions are ops on slots of state"),
-        (found.num_real, f"{found.num_real} operations on complex numbers are done in real ones"),
-        (found.num_float32, f"{found.num_float32} products in float32 take tensors in 16 bits as they are"),
-        (found.num_gemv, f"{found.num_gemv} linears have a kernel for single rows"),
-    )
-    return tuple(words for count, words in done if count)
+    done = {each.name: [each.did.format(found.counts[each.name])] for each in PASSES if found.counts[each.name]}
+    done["experts"] = [f"{count} layers of experts are one op each, by {name}" for name, count in found.experts.items()]
+    if found.merges:
+        done["merge_linears"] = [f"{sum(len(merge.inputs) for merge in found.merges)} weights merged into {len(found.merges)}"]
+    return tuple(words for each in PASSES for words in done.get(each.name, ()) if each.optional)

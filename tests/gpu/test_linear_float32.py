@@ -98,12 +98,12 @@ def test_engines_give_the_models_tokens_in_full_graphs(inductor: bool) -> None:
     settings: dict[str, Any] = {"inductor": inductor, "max_batch_tokens": 32, "max_requests": 4, "num_pages": 64, "graph_strict": True}
     with LLM(model, **settings) as llm:
         found = llm.engine.runner.compiled.rewrite  # type: ignore[attr-defined]
-        assert found.num_float32 == found.num_routed == 2
+        assert found.counts["linear_float32"] == found.counts["routing"] == 2
         assert 1 in llm.engine.steps.report().full.sizes
         got = [c.token_ids for c in llm.generate(prompts, params)]
         assert [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
     with LLM(model, disable_passes=("linear_float32",), **settings) as llm:
-        assert llm.engine.runner.compiled.rewrite.num_float32 == 0  # type: ignore[attr-defined]
+        assert llm.engine.runner.compiled.rewrite.counts["linear_float32"] == 0  # type: ignore[attr-defined]
         beside = [c.token_ids for c in llm.generate(prompts, params)]
     # In bf16 attention of ours rounds otherwise than the model's: the same engine without the pass is the measure, and the first token of
     # each prompt the model's own. Inductor leaves out the rounding before a cast to float32, and so other numbers come to the router there.

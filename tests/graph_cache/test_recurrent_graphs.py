@@ -43,13 +43,13 @@ def test_another_start_gives_the_models_tokens_without_a_trace(
     settings: dict[str, Any] = {"disable_passes": disabled, "num_pages": 64, "max_requests": 4, "max_batch_tokens": 16}
     model, prompts = copy.deepcopy(recurrent(name)), random_prompts((1, 9, 30, 17))
     with LLM(model, **settings) as llm:
-        scans = llm.engine.runner.compiled.rewrite.num_scans  # type: ignore[attr-defined]
+        scans = llm.engine.runner.compiled.rewrite.counts["scans"]  # type: ignore[attr-defined]
     monkeypatch.setattr(traced_runner, "trace_model", no_trace)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.01)
     with LLM(model, **settings) as llm:
-        assert llm.engine.runner.compiled.rewrite.num_scans == scans and bool(scans) == (not disabled)  # type: ignore[attr-defined]
+        assert llm.engine.runner.compiled.rewrite.counts["scans"] == scans and bool(scans) == (not disabled)  # type: ignore[attr-defined]
         got = llm.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))
     assert [completion.token_ids for completion in got] == [greedy(model, prompt, 8) for prompt in prompts]
 

@@ -264,7 +264,7 @@ class TracedRunner:
 
     @property
     def one_row(self) -> bool:
-        return self.compiled.rewrite.num_gemv > 0
+        return self.compiled.rewrite.counts["gemv"] > 0
 
     def served(self) -> TracedServed:
         """The graph as it runs, for checks that look between its pieces."""

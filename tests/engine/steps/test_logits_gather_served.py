@@ -55,7 +55,7 @@ def expected(model: PreTrainedModel) -> list[list[int]]:
 
 def tokens_of(model: PreTrainedModel, **settings: Any) -> tuple[list[list[int]], LLM]:
     llm = LLM(model, **{"page_size": 4, "num_pages": 200, "max_batch_tokens": 16, **settings})
-    assert llm.engine.runner.compiled.rewrite.num_gathered > 0
+    assert llm.engine.runner.compiled.rewrite.counts["early_logits_gather"] > 0
     return [c.token_ids for c in llm.generate(PROMPTS, GREEDY)], llm
 
 

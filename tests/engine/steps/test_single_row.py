@@ -148,7 +148,7 @@ def test_compiled_pieces_run_one_row() -> None:
 def test_the_graph_calls_the_op_and_explain_says_so() -> None:
     found = engine_of().runner.compiled.rewrite  # type: ignore[attr-defined]
     calls = [node for node in found.gm.graph.nodes if node.target is LINEAR]
-    assert len(calls) == found.num_gemv == 22  # q, k, v, o, gate, up and down of three layers, and the head
+    assert len(calls) == found.counts["gemv"] == 22  # q, k, v, o, gate, up and down of three layers, and the head
     assert "22 linears have a kernel for single rows" in besides(found)
 
 

@@ -131,7 +131,7 @@ def test_dbrx_gives_its_own_tokens_through_one_op_a_layer_and_holds_each_weight_
     for _ in range(2):  # the second finds the weights where the first has put them
         with LLM(model, num_pages=64, max_batch_tokens=16) as llm:
             found = llm.engine.runner.compiled.rewrite  # type: ignore[attr-defined]
-            assert found.experts == {"one_by_one": layers} and found.num_routed == layers
+            assert found.experts == {"one_by_one": layers} and found.counts["routing"] == layers
             assert llm.engine.runner.experts_per_choice == 2  # four, of which a token chooses two
             assert not [node for node in found.gm.graph.nodes if node.target is torch.cat and "parameters" in str(node.args)]
             bound = [tensor for tensor in llm.engine.runner.inputs.owned if tensor.dim() == 2]  # type: ignore[attr-defined]

@@ -116,7 +116,7 @@ def test_every_spelling_is_found(expand: Callable[..., KeysAndValues]) -> None:
     shared = 0 if expand is without_a_shared_part else SHARED
     found = assert_ragged_equals_alone(Latent(expand, NOPE + shared), optional=LATENTS)
     (spec,) = found.specs
-    assert isinstance(spec, LatentSpec) and found.num_latents == 1
+    assert isinstance(spec, LatentSpec) and found.counts["latent_attention"] == 1
     assert (spec.keys, spec.values) == SPELLINGS[expand]
     assert (spec.rank, spec.rotated, spec.key_dim, spec.value_dim, spec.scale) == (RANK, shared, NOPE, VALUE, 0.3)
     assert spec.rotated_first == (expand is rotated_first) and spec.kv_elements == RANK + shared
@@ -180,7 +180,7 @@ LOOK_ALIKES = {
 
 def stays_plain(found: Rewrite, why: str) -> None:
     (layer,) = found.layers
-    assert not isinstance(layer.spec, LatentSpec) and found.num_latents == 0
+    assert not isinstance(layer.spec, LatentSpec) and found.counts["latent_attention"] == 0
     assert ("stay expanded" in layer.proof) == bool(why) and why in layer.proof, layer.proof
 
 

@@ -116,7 +116,7 @@ def test_a_model_that_rotates_so() -> None:
     """Llama 4, whose chunked layers rotate by complex numbers."""
     model, prompts = build("llama4_text"), random_prompts((5, 17, 1))
     with LLM(model, num_pages=64) as llm:
-        assert llm.engine.runner.compiled.rewrite.num_real == 20
+        assert llm.engine.runner.compiled.rewrite.counts["complex_as_real"] == 20
         answers = llm.generate(prompts, SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True))
         assert "20 operations on complex numbers are done in real ones" in explain(llm)
     assert [answer.token_ids for answer in answers] == [greedy(model, prompt, 6) for prompt in prompts]
