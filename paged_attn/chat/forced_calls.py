@@ -30,7 +30,7 @@ def calls_grammar(
     def mark(text: str) -> str:
         """What a grammar calls a text: a token, if it is one of its own."""
         id = own_token(tokenizer, text)
-        return json.dumps(text) if id is None else f"<[{id}]>"
+        return json.dumps(text, ensure_ascii=False) if id is None else f"<[{id}]>"
 
     before, rules = grammar_of(tags, inside, mark)
     start = f"start: {before}calls" if schema is None else f"start: {before}(calls | answer)"

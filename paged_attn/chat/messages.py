@@ -44,6 +44,15 @@ def plain_messages(messages: Sequence[Any], template: str = "") -> list[dict[str
     return plain
 
 
+def with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A plain message whose calls have their arguments as the text of a JSON object."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
 def _mapping(message: Any, where: str) -> Mapping[str, Any]:
     if isinstance(message, ChatMessage):
         return message.as_dict()

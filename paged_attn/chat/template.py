@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paged_attn.chat.errors import ChatError
+from paged_attn.chat.messages import with_texts
 from paged_attn.chat.tools import Tool
 
 _READS_TOOLS = re.compile(r"\btools\b")
@@ -63,11 +65,15 @@ def rendered(
     taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(settings)
     if taken:
         raise ChatError(f"chat_template_kwargs may not hold {', '.join(sorted(taken))}", "chat_template_kwargs")
+    render = partial(
+        tokenizer.apply_chat_template, tools=[tool.given for tool in tools] or None, chat_template=template, tokenize=False,
+        add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, **settings,
+    )  # fmt: skip
     try:
-        text: str = tokenizer.apply_chat_template(
-            list(messages), tools=[tool.given for tool in tools] or None, chat_template=template, tokenize=False,
-            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, **settings,
-        )  # fmt: skip
+        try:
+            text: str = render(list(messages))
+        except TypeError:  # DeepSeek's join the arguments of a call to texts, where most want a mapping
+            text = render([with_texts(message) for message in messages])
     except TemplateSyntaxError as error:
         what = f"Jinja cannot read the model's chat template: {error.message} in line {error.lineno}"
         raise ChatError(f"{what}; give another (chat_template=, --chat-template)", "chat_template") from error

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from paged_attn.chat.answers.answer_form import AnswerForm
 from paged_attn.chat.answers.reasoning import TAGS
-from paged_attn.chat.formats.argument_values import argument_value
 from paged_attn.chat.formats.choose import FORMATS
+from paged_attn.chat.formats.deepseek import CALL, SECTION, SEPARATOR
+from paged_attn.chat.formats.tagged.argument_values import argument_value
 from paged_attn.chat.formats.tool_format import as_text
 from paged_attn.chat.parts import ChatMessage
 from paged_attn.chat.tools import checked_tools
@@ -42,6 +43,9 @@ def plain(message: ChatMessage) -> tuple[str | None, list[tuple[str, Any]]]:
 
 WEATHER = '{"name": "weather", "arguments": {"city": "Paris", "days": 3}}'
 LLAMA = '{"name": "weather", "parameters": {"city": "Paris", "days": 3}}'
+ARGUMENTS = '{"city": "Paris", "days": 3}'
+FENCED = f"{CALL[0]}function{SEPARATOR}weather\n```json\n{ARGUMENTS}\n```{CALL[1]}"
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>"
 ANSWERS: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
     ("hermes", f"<tool_call>\n{WEATHER}\n</tool_call>", None, [PARIS]),
     ("hermes", f"Let me see.\n<tool_call>{WEATHER}</tool_call>\n<tool_call>{{\"name\": \"now\"}}</tool_call>", "Let me see.", [PARIS, NOW]),
@@ -82,6 +86,18 @@ ANSWERS: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
     ("pythonic", "[1, 2] are numbers", "[1, 2] are numbers", []),
     ("pythonic", "[" * 60 + "]" * 60, "[" * 60 + "]" * 60, []),
     ("pythonic", '[now(), weather(city="a]b")', '[now(), weather(city="a]b")', []),
+    ("minimax", '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
+     '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>', None, [PARIS, NOW]),
+    ("minimax", "<minimax:tool_call>now</minimax:tool_call>", "<minimax:tool_call>now</minimax:tool_call>", []),
+    ("deepseek", f"So{SECTION[0]}{CALL[0]}weather{SEPARATOR}{ARGUMENTS}{CALL[1]}{CALL[0]}now{SEPARATOR}{{}}{CALL[1]}{SECTION[1]}", "So",
+     [PARIS, NOW]),
+    ("deepseek_v3", f"{SECTION[0]}{FENCED}\n{FENCED}{SECTION[1]}", None, [PARIS, PARIS]),
+    ("deepseek", f"{CALL[0]}now{SEPARATOR}{{}}{CALL[1]} it is", "it is", [NOW]),
+    ("deepseek", f"{SECTION[0]}{CALL[0]}now{SEPARATOR}{{}}", None, [NOW]),
+    ("deepseek", f"{SECTION[0]}{CALL[0]}now{CALL[1]}{SECTION[1]}", f"{SECTION[0]}{CALL[0]}now{CALL[1]}{SECTION[1]}", []),
+    ("kimi_k2", f"{KIMI}functions.weather:0<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>"
+     "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>", None, [PARIS, NOW]),
+    ("kimi_k2", f"{KIMI}now<|tool_call_end|>", f"{KIMI}now<|tool_call_end|>", []),
     ("json", f"[{WEATHER}]", None, [PARIS]),
     ("json", '{"city": "Paris"}', '{"city": "Paris"}', []),
 ]  # fmt: skip
@@ -94,6 +110,11 @@ def test_calls_are_found_and_the_rest_is_kept_however_the_text_is_cut(name: str,
     assert plain(form(name).read(text)) == (content, calls)
     for size in (1, 2, 3, 7, 50):
         assert plain(streamed(form(name), [text[i : i + size] for i in range(0, len(text), size)])) == (content, calls)
+
+
+def test_a_call_of_kimi_keeps_its_own_id() -> None:
+    answer = form("kimi_k2").read(f"{KIMI}functions.now:7<|tool_call_argument_begin|>{{}}<|tool_call_end|>")
+    assert [(call.id, call.name) for call in answer.tool_calls] == [("functions.now:7", "now")]
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -12,6 +12,9 @@ from tokenizers import AddedToken
 from paged_attn import LLM, SamplingParams
 from paged_attn.chat.errors import ChatError
 from paged_attn.chat.formats.choose import FORMATS, format_of
+from paged_attn.chat.formats.deepseek import SEPARATOR, DeepSeekFormat, FencedDeepSeekFormat
+from paged_attn.chat.formats.kimi import KimiFormat
+from paged_attn.chat.formats.section import SectionFormat
 from paged_attn.chat.messages import MAX_ARGUMENT_VALUES, plain_messages
 from paged_attn.chat.parts import ChatMessage, ToolCall
 from paged_attn.chat.request import ChatPrompt, ChatRequest
@@ -165,11 +168,23 @@ def test_the_end_of_the_prompt() -> None:
         ("<tool_calls><tool_call>x\n```json", None), ("[TOOL_CALLS]", "mistral"),
         ("[TOOL_CALLS]x[ARGS]", "mistral_args"), ("<|python_tag|>", "llama3"), ('"parameters": dictionary of', "llama3"),
         ("[func_name1(params)]", "pythonic"), ("nothing", None),
+        ("'<｜tool▁sep｜>' + name + '```json'", "deepseek_v3"), ("'<｜tool▁sep｜>' + arguments", "deepseek"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2"), ("<minimax:tool_call><invoke name=", "minimax"),
     ],
 )  # fmt: skip
 def test_a_template_shows_its_format(template: str, name: str | None) -> None:
     found = format_of(template, "auto", [])
     assert (None if found is None else found.name) == name
+
+
+def test_templates_that_join_arguments_to_texts_are_given_texts() -> None:
+    call = {"type": "function", "function": {"name": "now", "arguments": {"at": "Zürich"}}}
+    messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
+    joins = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name + ':' + c.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    assert prompt(messages, joins).text == 'now:{"at": "Zürich"}'
+    assert "{'at'" in prompt(messages, joins.replace("c.function.arguments", "c.function.arguments | string")).text
 
 
 def test_reasoning_that_the_template_opens_and_that_it_closes() -> None:
@@ -182,16 +197,29 @@ def test_reasoning_that_the_template_opens_and_that_it_closes() -> None:
     assert prompt(template=opens, reasoning_parser="none").form.tags is None
 
 
-TAGGED = {"hermes": ("<tool_call>", "</tool_call>"), "mistral": ("[TOOL_CALLS]",), "mistral_args": ("[TOOL_CALLS]", "[ARGS]"), "llama3": ()}
+CALL_MARKS = {
+    "hermes": ("<tool_call>", "</tool_call>"), "mistral": ("[TOOL_CALLS]",), "mistral_args": ("[TOOL_CALLS]", "[ARGS]"), "llama3": (),
+    "deepseek": DeepSeekFormat.marks, "deepseek_v3": DeepSeekFormat.marks, "kimi_k2": KimiFormat.marks,
+}  # fmt: skip
+
+
+ROME = '{"city": "Rome"}'
+
+
+def section(format: type[SectionFormat], call: str, between: str = "") -> str:
+    """The call, twice."""
+    (begin, end), (opening, closing) = format.section, format.each
+    return begin + between.join([opening + call + closing] * 2) + end
 
 
 @pytest.mark.parametrize("kind", ["text", "added", "special"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_enforced_call_is_one_that_the_format_reads(name: str, kind: str) -> None:
     """The grammar accepts a call as the format writes it, whether its marks are tokens or not, and what it accepts is read as that call."""
-    marks = (*TAGGED.get(name, ()), "<think>", "</think>") if kind != "text" else ()
+    marks = (*CALL_MARKS.get(name, ()), "<think>", "</think>") if kind != "text" else ()
+    others = ("\n", "｜", "▁")  # that the tokenizer has no letters for
     tokenizer = tokenizer_with(
-        SHOWS_TOOLS + "</think>", *(marks if kind == "special" else ()), added=marks if kind == "added" else ()
+        SHOWS_TOOLS + "</think>", *(marks if kind == "special" else ()), added=(*others, *(marks if kind == "added" else ()))
     )  # fmt: skip
     request = ChatRequest(HELLO, [WEATHER, NOW], "required", tool_parser=name)
     form = request.prompt(tokenizer).form
@@ -201,6 +229,9 @@ def test_an_enforced_call_is_one_that_the_format_reads(name: str, kind: str) -> 
         "hermes": f"<tool_call>{body}</tool_call><tool_call>{body}</tool_call>", "mistral": f"[TOOL_CALLS][{body}, {body}]",
         "mistral_args": '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]weather[ARGS]{"city": "Rome"}',
         "llama3": '{"name": "weather", "parameters": {"city": "Rome"}};{"name": "weather", "parameters": {"city": "Rome"}}',
+        "deepseek": section(DeepSeekFormat, f"weather{SEPARATOR}{ROME}"),
+        "deepseek_v3": section(FencedDeepSeekFormat, f"function{SEPARATOR}weather\n```json\n{ROME}\n```", "\n"),
+        "kimi_k2": section(KimiFormat, f"functions.weather:3<|tool_call_argument_begin|>{ROME}"),
     }.get(name, f"[{body},{body}]")  # fmt: skip
     text = f"<think>Let me see.</think> {text}"
     guides = Guides(tokenizer, len(tokenizer), frozenset())

@@ -75,7 +75,7 @@ class CallSplitter:
         self._follows_call = True
         if not self._has_content:
             self._space = ""
-        return [ToolCall(self._format.new_id(), call.name, call.arguments) for call in calls]
+        return [ToolCall(call.id or self._format.new_id(), call.name, call.arguments) for call in calls]
 
     def _content(self, end: int) -> list[Part]:
         if not end:

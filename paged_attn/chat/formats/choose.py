@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paged_attn.chat.errors import ChatError
-from paged_attn.chat.formats.glm import GlmFormat
+from paged_attn.chat.formats.deepseek import DeepSeekFormat, FencedDeepSeekFormat
 from paged_attn.chat.formats.harmony import HARMONY
 from paged_attn.chat.formats.hermes import HermesFormat
 from paged_attn.chat.formats.json_calls import JsonFormat
+from paged_attn.chat.formats.kimi import KimiFormat
 from paged_attn.chat.formats.llama import LlamaFormat
 from paged_attn.chat.formats.mistral import MistralFormat, NamedMistralFormat
 from paged_attn.chat.formats.pythonic import PythonicFormat
-from paged_attn.chat.formats.qwen_coder import QwenCoderFormat, SeedFormat
-from paged_attn.chat.formats.tagged import TaggedFormat
+from paged_attn.chat.formats.tagged.glm import GlmFormat
+from paged_attn.chat.formats.tagged.minimax import MiniMaxFormat
+from paged_attn.chat.formats.tagged.qwen_coder import QwenCoderFormat, SeedFormat
+from paged_attn.chat.formats.tagged.tagged_format import TaggedFormat
 from paged_attn.chat.formats.tool_format import ToolFormat
 from paged_attn.chat.tools import Tool
 from paged_attn.shown import shown
@@ -22,16 +25,21 @@ FORMATS: dict[str, type[ToolFormat]] = {
     kind.name: kind
     for kind in (
         HermesFormat, QwenCoderFormat, SeedFormat, GlmFormat, LlamaFormat, MistralFormat, NamedMistralFormat, PythonicFormat, JsonFormat,
+        DeepSeekFormat, FencedDeepSeekFormat, KimiFormat, MiniMaxFormat,
     )
 }  # fmt: skip
 TOOL_PARSERS = ("auto", "none", *FORMATS, HARMONY)
-# What only templates of a format say; the first that fits counts. None: a format that is none of ours, and shares a mark with one.
-SIGNS: tuple[tuple[str, type[ToolFormat] | None], ...] = (
-    ("<|channel|>", None), ("<seed:tool_call>", SeedFormat), ("<arg_key>", GlmFormat), ("<parameter=", QwenCoderFormat),
-    ("<function=", None),
-    ("<tool_calls>", None), ("<tool_call>", HermesFormat), ("[ARGS]", NamedMistralFormat), ("[TOOL_CALLS]", MistralFormat),
-    ("<|python_start|>", PythonicFormat), ("[func_name1(", PythonicFormat), ("<|python_tag|>", LlamaFormat),
-    ('"parameters": dictionary', LlamaFormat),
+# What only templates of a format say, or two texts that they all have; the first that fits counts. None: a format that is none of ours,
+# and shares a mark with one.
+SIGNS: tuple[tuple[str | tuple[str, str], type[ToolFormat] | None], ...] = (
+    ("<|channel|>", None),
+    (("<｜tool▁sep｜>", "```json"), FencedDeepSeekFormat), ("<｜tool▁sep｜>", DeepSeekFormat),
+    ("<|tool_calls_section_begin|>", KimiFormat),
+    ("<minimax:tool_call>", MiniMaxFormat), ("<seed:tool_call>", SeedFormat), ("<arg_key>", GlmFormat), ("<parameter=", QwenCoderFormat),
+    ("<function=", None), ("<tool_calls>", None), ("<tool_call>", HermesFormat),
+    ("[ARGS]", NamedMistralFormat), ("[TOOL_CALLS]", MistralFormat),
+    ("<|python_start|>", PythonicFormat), ("[func_name1(", PythonicFormat),
+    ("<|python_tag|>", LlamaFormat), ('"parameters": dictionary', LlamaFormat),
 )  # fmt: skip
 ENFORCED_AS_JSON = (TaggedFormat, PythonicFormat)
 
@@ -45,7 +53,7 @@ def format_of(template: str, parser: str, tools: Sequence[Tool]) -> ToolFormat |
     if parser not in TOOL_PARSERS:
         raise ChatError(f"tool_parser: got {shown(parser)}; allowed: {', '.join(TOOL_PARSERS)}", "tool_parser")
     if parser == "auto":
-        kind = next((kind for sign, kind in SIGNS if sign in template), None)
+        kind = next((kind for sign, kind in SIGNS if all(text in template for text in ([sign] if isinstance(sign, str) else sign))), None)
     else:
         kind = FORMATS.get(parser)
     return None if kind is None else kind(tools)

@@ -18,10 +18,11 @@ Mark = Callable[[str], str]
 
 
 class Call(NamedTuple):
-    """name: of the tool; arguments: the text of a JSON object."""
+    """name: of the tool; arguments: the text of a JSON object; id: the model's own, if it gave one."""
 
     name: str
     arguments: str
+    id: str = ""
 
 
 class Taken(NamedTuple):

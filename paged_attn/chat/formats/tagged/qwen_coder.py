@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 
-from paged_attn.chat.formats.tagged import TaggedFormat
+from paged_attn.chat.formats.tagged.tagged_format import TaggedFormat
 from paged_attn.chat.formats.tool_format import Call
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)

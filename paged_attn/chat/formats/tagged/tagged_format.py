@@ -1,12 +1,13 @@
-"""Formats whose calls lie between two marks, and whose arguments are plain text between tags."""
+"""What formats share whose calls lie between two marks, and whose arguments are plain text between tags."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import ClassVar
 
-from paged_attn.chat.formats.argument_values import argument_value
 from paged_attn.chat.formats.hermes import CLOSING, OPENING
+from paged_attn.chat.formats.tagged.argument_values import argument_value
 from paged_attn.chat.formats.tool_format import Call, Taken, ToolFormat, as_text
 
 
@@ -23,11 +24,15 @@ class TaggedFormat(ToolFormat):
         if close < 0 and not ended:
             return None
         body, end = (text[len(opening) : close], close + len(closing)) if close >= 0 else (text[len(opening) :], len(text))
+        return Taken(self.calls(body), end)
+
+    def calls(self, body: str) -> Sequence[Call]:
+        """What lies between the marks; () if that is no call."""
         call = self.call(body)
-        return Taken(() if call is None else (call,), end)
+        return () if call is None else (call,)
 
     def call(self, body: str) -> Call | None:
-        """What lies between the marks; None if that is no call."""
+        """The one call that lies between the marks, in formats that have one there; None if it is none."""
         raise NotImplementedError
 
     def call_of(self, name: str, arguments: str, pattern: re.Pattern[str]) -> Call | None:

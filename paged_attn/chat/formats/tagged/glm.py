@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from paged_attn.chat.formats.tagged import TaggedFormat
+from paged_attn.chat.formats.tagged.tagged_format import TaggedFormat
 from paged_attn.chat.formats.tool_format import Call
 
 _NAME = re.compile(r"\s*([^<\s]+)\s*(?=<|\Z)")
