@@ -5,4 +5,8 @@ from __future__ import annotations
 
 def is_utf8(text: str) -> bool:
     """Whether there is no half of a surrogate pair in it, which JSON may write as an escape."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

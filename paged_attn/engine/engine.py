@@ -150,6 +150,7 @@ class Engine:
         self.last_scheduled: Sequence[Request] = ()
         self._in_flight: deque[InFlightStep] = deque()  # two at most, the oldest first
         self._nothing_to_do: list[Request] = []  # requests that want no token
+        self._is_stepping, self._cancelled_in_step = False, list[str]()
         self._arrivals, self._step_numbers = itertools.count(), itertools.count(1)
         captured = self.steps.graphs is not None and bool(self.steps.graphs.captured)
         self.watch: ModelWatch | None = ModelWatch(self.runner, captured)
@@ -252,11 +253,15 @@ class Engine:
             self.pooler.check(ids, params.pooling)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request now and free all that it holds; False if it is unknown or has finished."""
+        """End a request and free all that it holds, now, or when the step is over that this is called from within; False if it is unknown
+        or has finished."""
         request = self.requests.get(request_id)
         if request is None:
             return False
-        self.output_processor.cancel(request)
+        if self._is_stepping:
+            self._cancelled_in_step.append(request_id)
+        else:
+            self.output_processor.cancel(request)
         return True
 
     @in_plain_modes
@@ -289,7 +294,24 @@ class Engine:
         Returns an event per token that came, and one without a token for requests that end without one; with overlap it may return
         none while there is work. After an exception from the model no token is lost: the requests go on with the next call, which
         also brings the events that were due; what has a recurrent state is computed anew.
+
+        Raises:
+            RuntimeError: called from within a step, by a logits processor or a callback.
         """
+        if self._is_stepping:
+            raise RuntimeError(
+                "a logits processor or a callback generates with the engine that is calling it, in the middle of a step; let it use the "
+                "model's own generate, or another LLM"
+            )
+        self._is_stepping = True
+        try:
+            return self._step()
+        finally:
+            self._is_stepping = False
+            while self._cancelled_in_step:
+                self.cancel(self._cancelled_in_step.pop())
+
+    def _step(self) -> TokenEvents:
         self._steps_since_look += 1
         is_due = self._look_is_due and self._steps_since_look > STEPS_BETWEEN
         if is_due or (self.watch is not None and self.watch.may_be_stale()):

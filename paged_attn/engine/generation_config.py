@@ -70,7 +70,8 @@ def as_params(given: Any, defaults: SamplingParams) -> SamplingParams:
     if not samples:
         stated["temperature"] = 0.0
     if (end := config.eos_token_id) is not None:  # in place of the model's own
-        stated |= {"stop_token_ids": tuple(end) if isinstance(end, (list, tuple)) else (int(end),), "ignore_eos": True}
+        ends = end.tolist() if hasattr(end, "tolist") else end  # a tensor of one or more
+        stated |= {"stop_token_ids": tuple(ends) if isinstance(ends, (list, tuple)) else (int(ends),), "ignore_eos": True}
     return SamplingParams(**stated)
 
 

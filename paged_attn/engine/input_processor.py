@@ -69,7 +69,11 @@ class InputProcessor:
         kept_tokens: frozenset[int],
     ) -> Request:
         """Arguments and errors as of `Engine.add_request`."""
-        hash((namespace, tenant))
+        for name, value in (("namespace", namespace), ("tenant", tenant)):
+            try:
+                hash(value)
+            except TypeError as error:
+                raise TypeError(f"{name} is {shown(value)}; allowed is what can be hashed: a text, a number, a tuple of them") from error
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise TypeError(f"priority is {shown(priority)}; allowed are whole numbers: a lower one is more urgent, 0 is usual")
         pooled = None

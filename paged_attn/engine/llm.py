@@ -33,6 +33,8 @@ from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.setting_names import OTHER_CALL, tells_names
 from paged_attn.progress import bar
 from paged_attn.progress import progress as showing
+from paged_attn.shown import shown
+from paged_attn.utf8 import is_utf8
 
 LORAS = 8  # room for adapters where some are given and max_loras is not
 
@@ -409,6 +411,8 @@ class LLM(PoolingCalls):
             return prompt
         if self.tokenizer is None:
             raise ValueError("a prompt is text, but there is no tokenizer; give LLM(model, tokenizer=...) or lists of token ids")
+        if not is_utf8(prompt):
+            raise ValueError(f"a prompt is {shown(prompt)}, which no UTF-8 can carry: it has half of a surrogate pair")
         return self.tokenizer(prompt, **({"add_special_tokens": False} if is_chat else {})).input_ids  # type: ignore[no-any-return]
 
     def _step(self) -> None:
@@ -422,8 +426,8 @@ class LLM(PoolingCalls):
 
     def _hand_out(self, events: Sequence[TokenEvent]) -> None:
         for event in events if self._inboxes else ():
-            if event.request_id in self._inboxes:
-                self._inboxes[event.request_id].append(event)
+            if (inbox := self._inboxes.get(event.request_id)) is not None:
+                inbox.append(event)
 
     def _drop(self, requests: list[Request]) -> None:
         with self._lock:

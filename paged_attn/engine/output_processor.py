@@ -136,19 +136,21 @@ class OutputProcessor:
     def _fail(self, request: Request, token_id: int = BAD_LOGITS) -> TokenEvent:
         """End a request that got BAD_LOGITS or NONE_LEFT in place of a token."""
         guide, cause = request.sampling.guide, request.sampling.error
-        ended = f"request {request.id!r} ended after {len(request.tokens)} tokens"
+        ended = f"request {request.id!r} ended after {request.num_sampled} new tokens"
         if cause is not None:
             request.error = ValueError(f"{ended}, others go on: {cause}")
             request.error.__cause__ = cause
         elif guide is not None and guide.error is not None:
             request.error = GuideError(f"{ended}, others go on: {guide.error}")
         elif token_id == NONE_LEFT:
-            what = "bad_words, logit_bias and logits_processors" + ("" if guide is None else f", together with {guide.what},")
-            request.error = GuideError(f"{ended}, others go on: its own {what} leave no token that may come next")
+            params = request.params
+            stated = [name for name in ("bad_words", "logit_bias", "logits_processors", "min_tokens") if getattr(params, name)]
+            what = ", ".join([*stated, *([] if guide is None else [guide.what])])
+            request.error = GuideError(f"{ended}, others go on: its own {what} left no token that may come next")
         else:
             request.error = ValueError(
-                f"the model gave NaN or infinite logits for request {request.id!r} after {len(request.tokens)} tokens; the request ended, "
-                "others go on. Check the weights, or run the model in bfloat16 or float32 if it is in float16."
+                f"the model gave NaN or infinite logits for request {request.id!r} after {request.num_sampled} new tokens; the request "
+                "ended, others go on. Check the weights, or run the model in bfloat16 or float32 if it is in float16."
             )
         return self._finish(request, FinishReason.ERROR)
 
@@ -157,7 +159,7 @@ class OutputProcessor:
         """The reason for which a request ends whose tokens its tokenizer does not decode."""
         why = f"its tokenizer does not decode what the model chose ({type(error).__name__}: {error})"
         what = "give a tokenizer that knows all ids of the model, or forbid the others (bad_words=[[id], ...])"
-        request.error = ValueError(f"request {request.id!r} ended after {len(request.tokens)} tokens, others go on: {why}; {what}")
+        request.error = ValueError(f"request {request.id!r} ended after {request.num_sampled} new tokens, others go on: {why}; {what}")
         request.error.__cause__ = error
         return FinishReason.ERROR
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from paged_attn.engine.generation_config import as_params
 from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.shown import shown
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -48,6 +49,8 @@ def params_of_each(
 
 def loras_of_each(lora: Loras, count: int) -> list[str | None]:
     """Names of adapters, one for each of so many prompts; raises ValueError for another number of them."""
+    if lora is not None and not isinstance(lora, (str, Sequence)):
+        raise TypeError(f"lora is {shown(lora)}; allowed: the name of an adapter, a list with a name or None for each prompt, or None")
     names = [lora] * count if lora is None or isinstance(lora, str) else list(lora)
     if len(names) != count:
         raise ValueError(f"{len(names)} names of adapters in lora for {count} prompts; give one for all or one for each")
@@ -95,6 +98,11 @@ def _of_mapping(prompt: Mapping[str, Any]) -> list[Prompt]:
             return [prompt[name]]
     rows, mask = _rows(prompt["input_ids"]), prompt.get("attention_mask")
     kept = [[1] * len(row) for row in rows] if mask is None else _rows(mask)
+    if list(map(len, rows)) != list(map(len, kept)):
+        raise ValueError(
+            f"a prompt's attention_mask has rows of {', '.join(map(str, map(len, kept)))} entries and its input_ids of "
+            f"{', '.join(map(str, map(len, rows)))}; allowed: one entry for each token"
+        )
     return [[token for token, keep in zip(*pair, strict=True) if keep] for pair in zip(rows, kept, strict=True)]
 
 

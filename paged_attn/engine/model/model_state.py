@@ -6,12 +6,15 @@ Looked at whenever requests come, so that comparing is a handful of flat lists: 
 from __future__ import annotations
 
 import copy
+import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from paged_attn.calling.hf_configs import attention_configs
 
@@ -47,6 +50,7 @@ class ModelState:
         self._model = model
         self._written_by_itself: list[Tensor] = []
         self.take()
+        _told_of_optimizers(self)
 
     def take(self) -> None:
         """From now on what the model is now is what it was."""
@@ -71,7 +75,13 @@ class ModelState:
         own = set(map(id, self._written_by_itself))
         self._with_versions = [tensor for tensor in self._listed if not tensor.is_inference() and id(tensor) not in own]
         self._versions = _versions(self._with_versions)
+        self._was_trained = False
         self._take_sentinels()
+
+    def note_training(self, optimizer: Optimizer) -> None:
+        """The optimizer has made a step. The fused ones do not count what they write."""
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._was_trained |= not trained.isdisjoint(map(id, self._listed))
 
     def _take_sentinels(self) -> None:
         step = max(len(self._with_versions) // 8, 1)
@@ -96,14 +106,15 @@ class ModelState:
 
     def may_be_written(self) -> bool:
         """Whether something was written into one of eight tensors, as into all of them when weights are loaded or trained; 1 us."""
-        return _versions(self._sentinels) != self._sentinel_versions
+        return self._was_trained or _versions(self._sentinels) != self._sentinel_versions
 
     def difference(self) -> Difference | None:
         """What differs from now; None if nothing does."""
         same = (
             self._children.same() and self._parameters.same() and self._buffers.same() and self._hooks.same() and self._attributes.same()
             and all(map(is_, map(type, self._modules), self._types)) and all(kind.forward is f for kind, f in self._forwards.items())
-            and _versions(self._with_versions) == self._versions and list(map(Tensor.data_ptr, self._listed)) == self._pointers
+            and not self._was_trained and _versions(self._with_versions) == self._versions
+            and list(map(Tensor.data_ptr, self._listed)) == self._pointers
         )  # fmt: skip
         if same:
             return None
@@ -121,11 +132,31 @@ class ModelState:
                 found.replaced.append(f"{name} was {_told(was)} and is {_told(_kind(tensor))}")
             elif tensor.data_ptr() != pointer:
                 found.moved.append(name)
-        found.written = _versions(self._with_versions) != self._versions
+        found.written = self._was_trained or _versions(self._with_versions) != self._versions
         if found.replaced or found.altered or found.moved or found.written:
             return found
         self.take()  # an equal value in another object, a hook that does nothing
         return None
+
+
+_lock = threading.Lock()
+_states: weakref.WeakSet[ModelState] = weakref.WeakSet()
+_hook: Any = None  # on the steps of all optimizers, from the first state on
+
+
+def _told_of_optimizers(state: ModelState) -> None:
+    global _hook
+    with _lock:
+        _states.add(state)
+        if _hook is None:
+            _hook = register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    with _lock:
+        states = list(_states)
+    for state in states:
+        state.note_training(optimizer)
 
 
 class _Entries:

@@ -60,6 +60,22 @@ def test_numbers_written_in_place_are_used_and_nothing_cached_is(compiled: bool)
         assert_idle(llm.engine)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_step_of_a_fused_optimizer_is_followed(kind: Any) -> None:
+    """Its kernel writes the parameters and leaves their versions as they are."""
+    model, other = model_of(), model_of(1)
+    optimizer = kind(model.parameters(), lr=0.1, fused=True)
+    with LLM(model, **SETTINGS) as llm, LLM(other, **SETTINGS) as untouched:
+        before, kept = tokens(llm), tokens(untouched)
+        versions = [parameter._version for parameter in model.parameters()]
+        model(input_ids=torch.tensor([PROMPTS[2]]), labels=torch.tensor([PROMPTS[2]])).loss.backward()
+        optimizer.step()
+        assert llm.engine.watch.may_be_stale() and not untouched.engine.watch.may_be_stale()
+        assert tokens(llm) == own(model) != before
+        assert tokens(untouched) == kept and untouched.generate(PROMPTS, GREEDY)[3].cached_tokens == 32
+        assert kind is torch.optim.SGD or versions == [parameter._version for parameter in model.parameters()], "why this is tested"
+
+
 def test_one_parameter_of_many_is_enough() -> None:
     model = model_of()
     with LLM(model, **SETTINGS) as llm:

@@ -44,7 +44,17 @@ CALL_ERRORS: dict[str, tuple[Call, type[Exception], str]] = {
     "params is an empty dict": (lambda llm: llm.generate(GOOD, {}), TypeError, "params holds {}"),  # type: ignore[arg-type]
     "params holds None": (lambda llm: llm.generate(GOOD, [GREEDY, None]), TypeError, "params holds None"),  # type: ignore[list-item]
     "stop without a tokenizer": (lambda llm: llm.generate(GOOD, SamplingParams(stop="x")), ValueError, "stop strings need a tokenizer"),
-    "a namespace that does not hash": (lambda llm: llm.stream(GOOD, namespace=["a"]), TypeError, "unhashable"),
+    "a namespace that does not hash": (
+        lambda llm: llm.stream(GOOD, namespace=["a"]),
+        TypeError,
+        r"namespace is \['a'\]; allowed is what can",
+    ),
+    "an adapter that is no name": (lambda llm: llm.generate(GOOD, GREEDY, lora=5), TypeError, "lora is 5; allowed: the name"),  # type: ignore[arg-type]
+    "a mask of another length": (
+        lambda llm: llm.generate({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1]]}, GREEDY),
+        ValueError,
+        "mask has rows of 2 entries",  # type: ignore[arg-type]
+    ),
     "can never fit": (lambda llm: llm.generate([[1] * 200] * 2, SamplingParams(max_new_tokens=50)), UnsupportedError, "can never fit"),
     "negative temperature": (lambda llm: llm.generate(GOOD, SamplingParams(temperature=-1)), ValueError, "temperature: got -1"),
     "duplicate id": (lambda llm: [llm.engine.add_request([1], request_id="twice") for _ in range(2)], ValueError, "'twice' is in use"),
