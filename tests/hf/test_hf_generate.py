@@ -326,6 +326,22 @@ def test_an_assistant_is_refused_and_a_bare_call() -> None:
         paged_attn.generate(model, prompts()["input_ids"], None, None, None)
     with pytest.raises(TypeError, match=r"for prompts alone there is paged_attn.LLM"):
         paged_attn.generate(model, ["Hello"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"generate_with\(\.\.\.\), with its brackets"):
+        model.generate(**prompts((0,)), custom_generate=paged_attn.generate_with)
+    assert paged_attn.engine_of("no model") is None  # type: ignore[arg-type]
+
+
+def test_a_processor_that_generates_with_the_same_engine_is_told_so() -> None:
+    model = tiny()
+
+    def asks(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        model.generate(ids, max_new_tokens=1, custom_generate=OURS)
+        return scores
+
+    with pytest.raises(ValueError, match=r"the logits processor <function .*asks.* raised RuntimeError: a logits processor or a callback"):
+        model.generate(**prompts((0,)), logits_processor=[asks], max_new_tokens=3, custom_generate=OURS)
+    theirs, ours = both(model, prompts())
+    assert ours.equal(theirs)
 
 
 def test_the_models_last_position() -> None:

@@ -53,6 +53,15 @@ class ModelLimits:
         longest = max_positions(model) if positions is None else positions
         return cls(vocab, longest, frozenset(int(end) for end in ends), borders, chosen)
 
+    def parted_at(self, shortest: int, longest: int) -> str:
+        """What to say where requests of one batch have tokens on both sides of a border; "" where they have not. transformers computes all
+        rows of a call as the longest then."""
+        border = next((border for border in self.length_borders if shortest <= border < longest), None)
+        return "" if border is None else (
+            f"rows of this batch lie on both sides of {border} tokens, where the model's rotation changes: each row is computed as it is "
+            "alone, and transformers computes all of them as the longest"
+        )  # fmt: skip
+
     def ends_a_side(self, length: int) -> bool:
         """Whether a request of one token more than `length` needs other keys, and may have so many."""
         return length in self.length_borders and length != self.max_positions

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from paged_attn.calling.plain_modes import autocasts
 from paged_attn.hf.cache_name import CACHE_NAMES
 from paged_attn.hf.compiled.ragged_table import Lengths
+from paged_attn.hf.generate.refuse import says_something
 from paged_attn.passes.fx.model_facts import text_config
 
 # What a call may say besides its tokens and its cache. `labels` and their like have no place in a step.
-_KNOWN = {"input_ids", *CACHE_NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict"}
+# transformers hands on the `tokenizer` of stop strings.
+_KNOWN = {"input_ids", *CACHE_NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", "tokenizer"}
 _MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -41,7 +43,7 @@ def more_than_tokens(model: nn.Module, given: dict[str, Any]) -> str:
     config: Any = model.config
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
         return "it has no input_ids of rows and tokens"
-    odd = [n for n, v in given.items() if v is not None and n not in _KNOWN and not (n in _MORE_OUTPUTS and v is False)]
+    odd = [n for n, v in given.items() if says_something(v) and n not in _KNOWN and not (n in _MORE_OUTPUTS and v is False)]
     odd += [n for n in _MORE_OUTPUTS for c in (config, text_config(model)) if getattr(c, n, False)]
     odd += [n for n in ("use_cache", "return_dict") if given.get(n) is False]
     if odd:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 import weakref
@@ -18,12 +19,14 @@ from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
+from paged_attn.engine.model.model_state import ModelState
+from paged_attn.engine.tracing.ropes_by_length import RopesByLength
 from paged_attn.hf.cache_name import CACHE_NAME, given_cache, output_with_cache, without_cache
 from paged_attn.hf.compiled.call_rows import CallRows, call_rows, why_not
 from paged_attn.hf.compiled.ragged_cache import RaggedCache
 from paged_attn.hf.compiled.ragged_table import Lengths, RaggedTable
 from paged_attn.hf.compiled.row_steps import Part, steps
-from paged_attn.hf.generate.kept_engine import follows_model
+from paged_attn.hf.generate.kept_engine import change_of, follows_model
 from paged_attn.hf.generate.refuse import generate_frame
 from paged_attn.hf.shared_pages import CacheFull, SharedPages
 
@@ -57,22 +60,28 @@ class PagedCalls:
         self._pages: SharedPages | None = None
         self._first: tuple[weakref.ref[DynamicCache], dict[str, Any]] | None = None
         self._said: set[str] = set()
+        self._refused_as: ModelState | None = None
+        self._length_borders: tuple[int, ...] | None = None
 
     def __call__(self, *args: Any, **given: Any) -> Any:
         cache = given_cache(given)
-        if torch.compiler.is_compiling() or current_context() is not None or not isinstance(cache, Cache):
+        if torch.compiler.is_compiling() or current_context() is not None:
+            return self.compiled(*args, **given)
+        if cache is None and self._begins_anew(given) and (output := self._start(None, args, given)) is not None:
+            return output
+        if not isinstance(cache, Cache):
             return self.compiled(*args, **given)
         first, self._first = self._first, None
         if isinstance(cache, RaggedCache):
             return self._go_on(cache, args, given)
         if getattr(cache, _MOVED, False):
             raise UnsupportedError("this DynamicCache went over into pages; go on with the cache of the last output")
-        if type(cache) is DynamicCache and not self.refused:
+        if type(cache) is DynamicCache:
             if first is not None and first[0]() is cache and self._is_as_it_was(cache, first[1]):
                 before = self._start(cache, (), first[1])
                 if before is not None:
                     return self._go_on(before[CACHE_NAME], args, given)
-            elif not cache.get_seq_length() and self._is_of_generate(cache):
+            elif not _num_tokens(cache) and self._is_of_generate(cache):
                 output = self._start(cache, args, given)
                 if output is not None:
                     return output
@@ -95,19 +104,29 @@ class PagedCalls:
         of somebody's own may have put other rows in."""
         ids, frame = given.get("input_ids"), generate_frame(self.model)
         in_order = frame is not None and frame.f_locals.get("custom_generate") is None
-        return in_order and self._is_of_generate(cache) and ids is not None and cache.get_seq_length() == ids.shape[1]
+        return in_order and self._is_of_generate(cache) and ids is not None and _num_tokens(cache) == ids.shape[1]
 
     def _is_of_generate(self, cache: Any) -> bool:
         """Whether `generate`, which called us, has made it."""
         return not getattr(cache, "_is_user_defined", False) and generate_frame(self.model) is not None
+
+    def _begins_anew(self, given: dict[str, Any]) -> bool:
+        """Whether the model has dropped the cache of its `generate`, as those do whose rotation changes with the length (longrope)."""
+        if not given.get("use_cache") or generate_frame(self.model) is None:
+            return False
+        if self._length_borders is None:
+            self._length_borders = RopesByLength(self.model).borders
+        return bool(self._length_borders)
 
     def _rows(self, args: tuple[Any, ...], given: dict[str, Any], length: int, padding: Lengths | None) -> CallRows | str:
         """What a call gives each row, or why it cannot run on pages."""
         reason = "it has inputs without a name" if args else why_not(self.model, given)
         return reason or call_rows(given, length, padding)
 
-    def _start(self, cache: DynamicCache, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    def _start(self, cache: DynamicCache | None, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """The output for the first tokens of rows, whose K and V lie in pages; None if the call runs as written."""
+        if self._is_still_refused():
+            return None
         called = self._rows(args, given, 0, None)
         if isinstance(called, str):
             self._say(f"a call of generate runs without pages: {called}")
@@ -124,15 +143,18 @@ class PagedCalls:
                 order = np.array([indices[row] for row in rows], np.int64)
                 table.select(order)
                 logits = logits[torch.from_numpy(order).to(logits.device)]
-            length = given["input_ids"].shape[1]
-            moved = RaggedCache(table, called.padding, length, self._lock)
-        setattr(cache, _MOVED, True)
+            moved = RaggedCache(table, called.padding, np.array(called.tokens, np.int64), self._lock)
+        if cache is not None:
+            setattr(cache, _MOVED, True)
         return output_with_cache(logits, moved)
 
     def _go_on(self, cache: RaggedCache, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """The output for more tokens of each row."""
         called = self._rows(args, given, cache.length, cache.padding)
         if isinstance(called, str):
+            if self._may_leave_pages(cache, args, given):
+                self._say(f"a call of generate goes on without pages: {called}")
+                return self.model._call_impl(**{**without_cache(given), CACHE_NAME: self._computed_again(cache)})
             raise UnsupportedError(
                 f"a call with a cache of model.compile(backend='paged_attn') cannot run on pages: {called}. Give generate a cache of its "
                 "own, with which it runs as written: a DynamicCache(config=model.config), or a paged_attn.PagedCache(model)"
@@ -141,24 +163,54 @@ class PagedCalls:
             if self.engine is None or cache.table.shared is not self._pages:
                 raise UnsupportedError("the model changed since this cache was made, and its pages are gone; begin generate anew")
             logits = self._run(cache.table, called.tokens, called.wanted)
-            cache.length += len(called.tokens[0])
+            cache.append(called.tokens)
         return output_with_cache(logits, cache)
 
     def _ready(self) -> bool:
         """Whether there is an engine for the model as it is now."""
-        if self.engine is not None and not follows_model(self.engine):
-            self.engine.release()
-            self.engine = self._pages = None
+        if self.engine is not None:
+            around = generate_frame(self.model)
+            if around is not None and generate_frame(self.model, around) is not None and (changed := change_of(self.engine)) is not None:
+                self._say(f"a generate within another one runs without pages: {changed}")  # assistant_early_exit, which drops layers
+                return False
+            if not follows_model(self.engine):
+                self.engine.release()
+                self.engine = self._pages = None
         if self.engine is None:
             try:
                 engine = Engine(self.model, None, self.config.with_(layer_groups=False))  # rows keep their own tables
                 _refuse_others(engine)
             except UnsupportedError as refusal:
-                self.refused = str(refusal)
+                self.refused, self._refused_as = str(refusal), ModelState(self.model)
                 self._say(f"generate runs without pages: {refusal}")
                 return False
             self.engine, self._pages = engine, SharedPages(engine.pool)
         return True
+
+    def _is_still_refused(self) -> bool:
+        """Whether there was no engine for the model, and it is as it was then."""
+        if self._refused_as is not None and self._refused_as.difference() is not None:
+            self.refused, self._refused_as = "", None
+        return bool(self.refused)
+
+    def _may_leave_pages(self, cache: RaggedCache, args: tuple[Any, ...], given: dict[str, Any]) -> bool:
+        """Whether a call of `generate`, which keeps whatever cache it gets back, can go on with one of transformers' own."""
+        ids = given.get("input_ids")
+        of_its_rows = isinstance(ids, Tensor) and ids.ndim == 2 and len(ids) == cache.batch_size
+        return generate_frame(self.model) is not None and not args and of_its_rows and not (torch.is_grad_enabled() or self.model.training)
+
+    def _computed_again(self, cache: RaggedCache) -> DynamicCache:
+        """A cache with the same tokens, which the model as it is written has computed."""
+        model, again = self.model, DynamicCache(config=self.model.config)
+        ids = torch.from_numpy(cache.ids).to(model.device)
+        place = torch.arange(cache.length, device=ids.device) - torch.from_numpy(cache.padding).to(ids.device)[:, None]
+        given: dict[str, Any] = {"position_ids": place.clamp(min=0), "logits_to_keep": 1}
+        taken = inspect.signature(model.forward).parameters
+        model._call_impl(
+            input_ids=ids, attention_mask=(place >= 0).long(), use_cache=True, **{CACHE_NAME: again},
+            **{name: value for name, value in given.items() if name in taken},
+        )  # fmt: skip
+        return again
 
     def _run(self, table: RaggedTable, tokens: list[list[int]], wanted: int) -> Tensor:
         """Logits [rows, wanted, vocabulary] of the last tokens that each row is given."""
@@ -166,6 +218,8 @@ class PagedCalls:
         assert engine is not None
         counts = [len(row) for row in tokens]
         self._make_room(engine, table, np.array(counts, np.int64))
+        if parted := engine.limits.parted_at(int(table.lengths.min()), int(table.lengths.max())):
+            self._say(parted)
         found: list[list[Tensor]] = [[] for _ in tokens]
         try:
             for parts in steps(counts, wanted, engine.config.step_tokens, engine.config.max_requests):
@@ -197,6 +251,14 @@ class PagedCalls:
         if words not in self._said:
             self._said.add(words)
             logger.warning("%s: %s", type(self.model).__name__, words)
+
+
+def _num_tokens(cache: Cache) -> int | None:
+    """How many tokens it holds; None of a cache of recurrent states alone, which does not count them."""
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:
+        return None
 
 
 def _refuse_others(engine: Engine) -> None:

@@ -6,11 +6,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.hf.compiled.ragged_table import Lengths, RaggedTable
+
+Ids = NDArray[np.int64]
 
 
 class RaggedCache(Cache):
@@ -19,16 +22,33 @@ class RaggedCache(Cache):
     Args:
         table: of its rows.
         padding: [rows] int64, how much of each row is padding on its left.
+        ids: [rows, length] int64, its tokens so far, padding included.
         lock: of whoever runs steps on the pages.
 
     Attributes:
         length: tokens of every row, padding included, which is what transformers counts.
     """
 
-    def __init__(self, table: RaggedTable, padding: Lengths, length: int, lock: Any) -> None:
+    def __init__(self, table: RaggedTable, padding: Lengths, ids: Ids, lock: Any) -> None:
         super().__init__(layers=[])
-        self.table, self.padding, self.length = table, padding, length
-        self._lock = lock
+        self.table, self.padding, self.length = table, padding, ids.shape[1]
+        self._ids, self._lock = ids, lock
+
+    def __bool__(self) -> bool:
+        return True  # some models look whether they were given a cache, and it has no layers
+
+    @property
+    def ids(self) -> Ids:
+        """[rows, length] int64: its tokens, padding included."""
+        return self._ids[:, : self.length]
+
+    def append(self, ids: list[list[int]]) -> None:
+        """Counts more tokens of every row, whose K and V the pages have."""
+        end = self.length + len(ids[0])
+        if end > self._ids.shape[1]:
+            self._ids = np.pad(self.ids, ((0, 0), (0, max(end, 2 * self.length) - self.length)))
+        self._ids[:, self.length : end] = ids
+        self.length = end
 
     def __del__(self) -> None:
         if (table := self.__dict__.get("table")) is not None:
@@ -36,12 +56,12 @@ class RaggedCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedCache:
         with self._lock:
-            other = RaggedCache(self.table.copied(), self.padding.copy(), self.length, self._lock)
+            other = RaggedCache(self.table.copied(), self.padding.copy(), self.ids.copy(), self._lock)
         memo[id(self)] = other
         return other
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length
+        return int(self.length)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
@@ -105,4 +125,4 @@ class RaggedCache(Cache):
     def _select(self, rows: Lengths) -> None:
         with self._lock:
             self.table.select(rows)
-            self.padding = self.padding[rows]
+            self.padding, self._ids = self.padding[rows], self._ids[rows]

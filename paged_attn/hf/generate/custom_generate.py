@@ -48,13 +48,15 @@ def generate(
     return _generate(_config(), model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
 
 
-def generate_with(**settings: Any) -> Callable[..., Output]:
+def generate_with(*called: Any, **settings: Any) -> Callable[..., Output]:
     """`generate` with settings of the engine: `model.generate(..., custom_generate=paged_attn.generate_with(kv_memory_gib=8))`. A model
     has one engine at a time: other settings take its place.
 
     Raises:
         ValueError or TypeError: as `LLM`; or `generation_config` is among them, as every call says what it takes of it.
     """
+    if called:
+        raise TypeError("generate_with makes what generate calls: custom_generate=paged_attn.generate_with(...), with its brackets")
     if "generation_config" in settings:
         raise TypeError("generate_with takes no generation_config; give it to model.generate, which hands over all that it says")
     config = _config(**settings)
@@ -98,6 +100,9 @@ def _generate(
     longest = min([each.max_length for each in criteria if type(each) is MaxLengthCriteria], default=config.max_length)
     wanted = max(int(longest) - input_ids.shape[1], 0)
     limit = min(llm.engine.limits.allowed_new_tokens(len(row), wanted) for row in rows)
+    lengths = [len(row) for row in rows]
+    if min(lengths) < max(lengths) and (parted := llm.engine.limits.parted_at(min(lengths), max(lengths) + limit)):
+        warnings.warn(parted, stacklevel=5)
     keepers: list[ScoreKeeper] = []
     samples = bool(config.do_sample)
     if with_scores:

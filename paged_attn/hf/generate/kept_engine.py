@@ -57,12 +57,19 @@ class KeptEngine:
 
 def follows_model(engine: LLM | Engine) -> bool:
     """Whether the engine still computes what its model computes; the log says what changed."""
+    change = change_of(engine)
+    if change is not None:
+        logger.warning("%s generate() makes a new engine.", change)
+    return change is None
+
+
+def change_of(engine: LLM | Engine) -> ModelChangedError | None:
+    """What of the model has changed that the engine cannot follow."""
     try:
         engine.look_at_model()
     except ModelChangedError as change:
-        logger.warning("%s generate() makes a new engine.", change)
-        return False
-    return True
+        return change
+    return None
 
 
 def engine_of(model: nn.Module) -> LLM | None:
@@ -82,5 +89,5 @@ def engine_for(model: nn.Module, config: EngineConfig) -> LLM:
 
 
 def _kept_with(model: nn.Module) -> KeptEngine | None:
-    kept = vars(model).get(ATTRIBUTE)
+    kept = getattr(model, "__dict__", {}).get(ATTRIBUTE)
     return kept if isinstance(kept, KeptEngine) and kept.model is not None and kept.model() is model else None

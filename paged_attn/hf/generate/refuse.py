@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -15,6 +16,7 @@ from paged_attn.hf.cache_name import CACHE_NAMES
 
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 ON_PAGES = "model.generate(..., past_key_values=paged_attn.PagedCache(model)) does (docs/generate.md)"
+_MORE_OUTPUTS = ("output_attentions", "output_hidden_states")  # which transformers leaves out, too, unless a dictionary is returned
 CALLED_BY_ITSELF = (
     "paged_attn.generate is for transformers: call model.generate(..., custom_generate=paged_attn.generate); for prompts alone there is "
     "paged_attn.LLM(model, tokenizer=...).generate(prompts)"
@@ -23,9 +25,14 @@ CALLED_BY_ITSELF = (
 _KNOWN = {"attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep"}
 
 
-def generate_frame(model: Any = None) -> FrameType | None:
-    """The innermost call of transformers' `generate` that we are in; of this model's, if one is given."""
-    frame: FrameType | None = sys._getframe(1)
+def says_something(value: Any) -> bool:
+    """Whether a keyword asks for anything; transformers gives some models an empty mapping."""
+    return value is not None and not (isinstance(value, Mapping) and not value)
+
+
+def generate_frame(model: Any = None, around: FrameType | None = None) -> FrameType | None:
+    """The innermost call of transformers' `generate` that we are in, or that this frame is in; of this model's, if one is given."""
+    frame: FrameType | None = sys._getframe(1) if around is None else around.f_back
     while frame is not None and not (frame.f_code is _GENERATE and (model is None or frame.f_locals["self"] is model)):
         frame = frame.f_back
     return frame
@@ -59,7 +66,12 @@ def refuse_others(model: Any, config: GenerationConfig, called: dict[str, Any], 
         raise UnsupportedError("synced_gpus: paged_attn.generate runs a model that lies whole on its device, without ZeRO or FSDP")
     if config.cache_implementation == "quantized":
         raise UnsupportedError("cache_implementation='quantized': paged_attn keeps keys and values in the model's dtype; leave it out")
-    more = [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name, None)]
+    if "prepare_inputs_for_generation" in vars(model):
+        raise UnsupportedError(
+            f"the prepare_inputs_for_generation of this {type(model).__name__} was replaced, as peft does for prompts that it learned, and "
+            "paged_attn.generate never calls it; leave custom_generate out"
+        )
+    more = [name for name in _MORE_OUTPUTS if getattr(config, name, None)]
     if more and config.return_dict_in_generate:
         raise UnsupportedError(f"{' and '.join(more)}: paged_attn.generate gives tokens, scores and logits; {ON_PAGES}")
     for name in CACHE_NAMES:
@@ -68,5 +80,5 @@ def refuse_others(model: Any, config: GenerationConfig, called: dict[str, Any], 
                 f"{name}: paged_attn.generate keeps keys and values in an engine of its own, which finds shared beginnings of prompts by "
                 "itself. Leave the cache out; or leave custom_generate out, and give a paged_attn.PagedCache"
             )
-    if unknown := sorted(name for name, value in given.items() if value is not None and name not in _KNOWN):
+    if unknown := sorted(name for name, value in given.items() if says_something(value) and name not in (*_KNOWN, *_MORE_OUTPUTS)):
         raise UnsupportedError(f"{', '.join(unknown)}: paged_attn.generate takes token ids and an attention mask alone; {ON_PAGES}")

@@ -60,6 +60,9 @@ class RowProcessors:
     def __init__(self, processors: Sequence[Processor], padding: Tensor) -> None:
         self.processors, self.padding = processors, padding
 
+    def __repr__(self) -> str:
+        return ", ".join(map(repr, self.processors))
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         ids = torch.cat([self.padding.to(input_ids.device)[None], input_ids], 1)
         for processor in self.processors:
@@ -82,6 +85,9 @@ class ScoreKeeper:
         self._processors, self._length, self._ends, self._pad = processors, length, ends, pad
         self.logits: list[Tensor] = []
         self.scores: list[Tensor] = []
+
+    def __repr__(self) -> str:
+        return repr(self._processors)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         done = input_ids.shape[1] - self._length
