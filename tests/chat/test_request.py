@@ -284,7 +284,7 @@ RESPONSE = {
          [("weather", '{"city": "Rome"}'), ("now", "{}")]),
         ("So <call:now>{bad}</call> and on", None, "So <call:now>{bad}</call> and on", []),
         ('<call:now>{"half": ', None, '<call:now>{"half": ', []),
-        ("<call:now>[1]</call>", None, "[1]", []),
+        ("<call:now>[1]</call>", None, "<call:now>[1]</call>", []),
     ],
 )  # fmt: skip
 def test_the_tokenizers_own_response_template_reads_answers(
@@ -297,7 +297,33 @@ def test_the_tokenizers_own_response_template_reads_answers(
     parts = [part for i in range(0, len(text), size) for part in reader.feed(text[i : i + size])]
     message = ChatMessage.of(parts + reader.finish())
     assert (message.reasoning_content, [(call.name, call.arguments) for call in message.tool_calls]) == (reasoning, calls)
-    assert message.content == content or (content is not None and content in (message.content or ""))
+    assert message.content == content
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<call:now>{}</call>So <call:now>{bad}</call> x", "a<call:now>{}</call><call:now>[1]</call> b",
+        "<think>hm</think><call:now>{bad}</call>",
+        "<call:now>{}</call> " + "so it is " * 20 + "<call:now>{bad</call>", "<call:now>{}</call><call:now>{}",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_loses_nothing_of_what_was_however_the_text_is_cut(text: str) -> None:
+    own = tokenizer_with(SHOWS_TOOLS)
+    own.response_template = RESPONSE
+    form = ChatRequest(HELLO, [WEATHER, NOW]).prompt(own).form
+    found = []
+    for size in (1, 3, 7, 1000):
+        reader = form.reader()
+        parts = [part for i in range(0, len(text), size) for part in reader.feed(text[i : i + size])]
+        message = ChatMessage.of(parts + reader.finish())
+        found.append((message.reasoning_content, message.content, [(call.name, call.arguments) for call in message.tool_calls]))
+    assert found == [found[0]] * 4
+    reasoning, content, calls = found[0]
+    assert content == (
+        text.removeprefix("<think>hm</think>").replace("<call:now>{}</call>", "").removesuffix("<call:now>{}").strip() or None
+    )
+    assert (reasoning, calls[:1]) in ((None, [("now", "{}")]), ("hm", []))
 
 
 def test_an_answer_by_schema_is_content_or_calls_also_with_a_response_template() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from paged_attn.chat.formats.tool_format import Call, ToolFormat, as_json, as_text
@@ -11,7 +12,7 @@ from paged_attn.chat.tools import Tool
 from paged_attn.utf8 import is_utf8
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-SLICE = 64  # characters: an error tells nothing of what was read in the same slice
+SLICE = 64  # characters that are read at a time; where something ends or fails among them, they are read again one by one
 UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
 
 
@@ -29,7 +30,8 @@ class TemplateReader:
 
     def __init__(self, tokenizer: Any, prefix: str, tools: Sequence[Tool], most: int | None) -> None:
         given = [tool.given for tool in tools] or None
-        self._parser: Any = tokenizer.get_response_parser(prefix=prefix, tools=given)
+        self._new_parser = partial(tokenizer.get_response_parser, prefix=prefix, tools=given)
+        self._parser: Any = self._new_parser()
         self._has_tools, self._most = bool(tools), most
         self._text, self._read = "", 0  # all of it, and up to where it was told or belongs to a call
         self._call_begins: int | None = None
@@ -57,8 +59,19 @@ class TemplateReader:
         try:
             events = self._parser.feed(text)
         except UNREADABLE:
-            return self._failed()
-        return self._parts(events)
+            return [*self._parts_one_by_one(len(text)), *self._failed()]
+        return self._parts_one_by_one(len(text)) if any(event["type"] == "region_close" for event in events) else self._parts(events)
+
+    def _parts_one_by_one(self, new: int) -> list[Part]:
+        """Of the last `new` characters: where a mark ends, which events do not say, and what was read before an error."""
+        parser, parts = self._new_parser(), list[Part]()
+        try:
+            parser.feed(self._text[:-new])
+            for end in range(len(self._text) - new + 1, len(self._text) + 1):
+                parts += self._parts(parser.feed(self._text[end - 1]), end)
+        except UNREADABLE:
+            pass
+        return parts
 
     def _failed(self) -> list[Part]:
         self._has_failed = True
@@ -70,10 +83,13 @@ class TemplateReader:
         self._spaces["content"] = ""
         return [Content(text)] if text else []
 
-    def _parts(self, events: list[dict[str, Any]]) -> list[Part]:
+    def _parts(self, events: list[dict[str, Any]], end: int | None = None) -> list[Part]:
+        """`end`: where the text of the events ends, if that is known: with the mark of a region that the last of them closes."""
         parts: list[Part] = []
         for event in events:
             kind, field = event["type"], event["field"]
+            if kind == "region_close" and event is events[-1] and end is not None:
+                self._read = end
             if kind == "region_open" and field == "tool_calls":
                 self._call_begins = self._read
             elif kind == "region_chunk":
