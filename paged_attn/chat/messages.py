@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ MAX_PARTS = 4096  # of one message's content
 MAX_CALLS = 128  # of one message
 MAX_ARGUMENT_VALUES = 1 << 16  # of all calls together, before any of them is built
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_WRITES_ROLES = re.compile(r"""(?:\[['"]role['"]\]|\.role\b)(?!\s*(?:==|!=|in\b|not\b|is\b))""")
 FIELDS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
 EMPTY: tuple[Any, ...] = (None, [], {}, ())  # a client that sends an answer back sends its empty fields, too
 
@@ -37,11 +39,16 @@ def plain_messages(messages: Sequence[Any], template: str = "") -> list[dict[str
         role = message["role"]
         if role == "developer" and role not in template:
             message["role"] = "system"
-        elif role not in ROLES and role not in template:
+        elif role not in ROLES and not _knows(template, role):
             raise ChatError(
                 f"messages.{i}.role: got {shown(role)}; allowed: {', '.join(ROLES)}, and what the template knows", f"messages.{i}.role"
             )
     return plain
+
+
+def _knows(template: str, role: str) -> bool:
+    """Whether a template names the role, or writes whatever role a message has."""
+    return bool(role) and (any(quote + role + quote in template for quote in "'\"") or _WRITES_ROLES.search(template) is not None)
 
 
 def with_texts(message: Mapping[str, Any]) -> dict[str, Any]:

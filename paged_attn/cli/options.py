@@ -211,8 +211,8 @@ def _read_ids(text: str) -> list[int]:
 
 
 def _schema(given: str) -> str:
-    """The text of a schema, which begins with a brace, or of the file that has it."""
-    if given.lstrip().startswith("{"):
+    """The text of a schema, or of the file that has it."""
+    if given.lstrip()[:1] in ("{", "[") or given.strip() in ("true", "false"):
         return given
     try:
         return Path(given).expanduser().read_text(encoding="utf-8")

@@ -31,11 +31,13 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Nothing unknown is left over: a command's parser is asked by this method, and what it left would be an error without its name."""
         parsed, unknown = super().parse_known_args(args, namespace)
-        if self.needs_model and parsed.model is None and len(unknown) == 1 and not unknown[0].startswith("-"):
-            parsed.model, unknown = unknown[0], []
+        if self.needs_model and parsed.model is None:
+            words = [word for word in unknown if word != "--"]
+            if len(words) == 1 and not words[0].startswith("-"):
+                parsed.model, unknown = words[0], []
         if unknown:
             self.error(no_such(unknown, [flag for flag, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]))
-        if self.needs_model and parsed.model is None:
+        if self.needs_model and not parsed.model:
             self.error("no model; give MODEL: a directory, a GGUF file, or a hub id like org/name")
         return parsed, unknown
 

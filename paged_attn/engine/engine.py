@@ -298,11 +298,7 @@ class Engine:
         Raises:
             RuntimeError: called from within a step, by a logits processor or a callback.
         """
-        if self._is_stepping:
-            raise RuntimeError(
-                "a logits processor or a callback generates with the engine that is calling it, in the middle of a step; let it use the "
-                "model's own generate, or another LLM"
-            )
+        self.refuse_within_step()
         self._is_stepping = True
         try:
             return self._step()
@@ -310,6 +306,14 @@ class Engine:
             self._is_stepping = False
             while self._cancelled_in_step:
                 self.cancel(self._cancelled_in_step.pop())
+
+    def refuse_within_step(self) -> None:
+        """Raises RuntimeError: see `step`."""
+        if self._is_stepping:
+            raise RuntimeError(
+                "a logits processor or a callback generates with the engine that is calling it, in the middle of a step; let it use the "
+                "model's own generate, or another LLM"
+            )
 
     def _step(self) -> TokenEvents:
         self._steps_since_look += 1

@@ -118,6 +118,7 @@ class _Leader:
 
     def step(self) -> TokenEvents:
         self._line.check()
+        self._engine.refuse_within_step()
         self._line.say(("step", (), {}))
         try:
             return self._engine.step()

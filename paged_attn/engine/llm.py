@@ -292,7 +292,8 @@ class LLM(PoolingCalls):
         return () if self.engine.adapters is None else tuple(self.engine.adapters.loaded)
 
     def cancel(self, request_id: str) -> bool:
-        """End one prompt of a stream now, by the `request_id` of its events; False if it has ended."""
+        """End one prompt of a stream, by the `request_id` of its events, now or after the step that this is called from within; False if it
+        has ended."""
         with self._lock:
             return self.engine.cancel(request_id)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paged_attn.chat.formats.tool_format import SPACE, Taken, ToolFormat, as_json
+from paged_attn.chat.formats.tool_format import SPACE, Call, Taken, ToolFormat, as_json
 from paged_attn.chat.parts import Content, Part, ToolCall
 
 EAGER = 4096  # characters that may be a call, up to which each piece is a reason to look again
@@ -26,11 +26,12 @@ class CallSplitter:
         self._may_end = False  # something has come since the last look that a call may end with
         self._looked_at = 0  # characters, when what may be a call was not whole
         self._num_calls = 0
+        self._ids = set[str]()
         self._has_content = self._follows_call = False
 
     def feed(self, text: str) -> list[Part]:
         self._text += text
-        self._may_end |= any(ending in text for ending in self._format.endings)
+        self._may_end |= not self._format.endings or any(ending in text for ending in self._format.endings)
         return self._read(ended=False)
 
     def finish(self) -> list[Part]:
@@ -75,7 +76,13 @@ class CallSplitter:
         self._follows_call = True
         if not self._has_content:
             self._space = ""
-        return [ToolCall(call.id or self._format.new_id(), call.name, call.arguments) for call in calls]
+        return [ToolCall(self._id(call), call.name, call.arguments) for call in calls]
+
+    def _id(self, call: Call) -> str:
+        """The model's own, unless an earlier call of the answer has it."""
+        id = call.id if call.id and call.id not in self._ids else self._format.new_id()
+        self._ids.add(id)
+        return id
 
     def _content(self, end: int) -> list[Part]:
         if not end:

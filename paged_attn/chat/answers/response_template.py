@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from paged_attn.chat.tools import Tool
 from paged_attn.utf8 import is_utf8
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-SLICE = 64  # characters that are read at a time; where something ends or fails among them, they are read again one by one
+SLICE = 64  # characters that are read at a time; where the parser fails among them, they are read again one by one
 UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
 
 
@@ -32,6 +33,7 @@ class TemplateReader:
         given = [tool.given for tool in tools] or None
         self._new_parser = partial(tokenizer.get_response_parser, prefix=prefix, tools=given)
         self._parser: Any = self._new_parser()
+        self._closings = _closings(tokenizer.response_template)
         self._has_tools, self._most = bool(tools), most
         self._text, self._read = "", 0  # all of it, and up to where it was told or belongs to a call
         self._call_begins: int | None = None
@@ -59,16 +61,17 @@ class TemplateReader:
         try:
             events = self._parser.feed(text)
         except UNREADABLE:
-            return [*self._parts_one_by_one(len(text)), *self._failed()]
-        return self._parts_one_by_one(len(text)) if any(event["type"] == "region_close" for event in events) else self._parts(events)
+            return [*self._parts_before_error(len(text)), *self._failed()]
+        return self._parts(events)
 
-    def _parts_one_by_one(self, new: int) -> list[Part]:
-        """Of the last `new` characters: where a mark ends, which events do not say, and what was read before an error."""
-        parser, parts = self._new_parser(), list[Part]()
+    def _parts_before_error(self, new: int) -> list[Part]:
+        """Of the last `new` characters, in which the parser failed and told nothing of what it had read by then."""
+        parser, parts, start = self._new_parser(), list[Part](), len(self._text) - new
         try:
-            parser.feed(self._text[:-new])
-            for end in range(len(self._text) - new + 1, len(self._text) + 1):
-                parts += self._parts(parser.feed(self._text[end - 1]), end)
+            for at in range(0, start, SLICE):
+                parser.feed(self._text[at : min(at + SLICE, start)])
+            for character in self._text[start:]:
+                parts += self._parts(parser.feed(character))
         except UNREADABLE:
             pass
         return parts
@@ -83,13 +86,13 @@ class TemplateReader:
         self._spaces["content"] = ""
         return [Content(text)] if text else []
 
-    def _parts(self, events: list[dict[str, Any]], end: int | None = None) -> list[Part]:
-        """`end`: where the text of the events ends, if that is known: with the mark of a region that the last of them closes."""
+    def _parts(self, events: list[dict[str, Any]]) -> list[Part]:
         parts: list[Part] = []
         for event in events:
             kind, field = event["type"], event["field"]
-            if kind == "region_close" and event is events[-1] and end is not None:
-                self._read = end
+            if kind == "region_close" and (closing := self._closings.get(field)) is not None:
+                at = self._read + len(self._text[self._read :]) - len(self._text[self._read :].lstrip())
+                self._read = mark.end() if (mark := closing.match(self._text, at)) is not None else self._read
             if kind == "region_open" and field == "tool_calls":
                 self._call_begins = self._read
             elif kind == "region_chunk":
@@ -128,3 +131,13 @@ class TemplateReader:
         others = as_json(calls[room:])
         told: list[Part] = [ToolCall(ToolFormat.new_id(), call.name, call.arguments) for call in calls[:room]]
         return [*told, Content(others)] if others else told
+
+
+def _closings(template: Any) -> dict[str, re.Pattern[str]]:
+    """The marks at the end of each field, which events do not tell."""
+    patterns = {}
+    for name, field in (template["fields"] if isinstance(template, Mapping) else {}).items():
+        close = field.get("close") or []
+        literal = "|".join(map(re.escape, [close] if isinstance(close, str) else close))
+        patterns[name] = field.get("close_pattern") or literal
+    return {name: re.compile(pattern) for name, pattern in patterns.items() if pattern}

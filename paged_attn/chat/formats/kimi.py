@@ -10,7 +10,7 @@ from paged_attn.chat.formats.tool_format import Call, Mark
 
 SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 CALL, ARGUMENTS = ("<|tool_call_begin|>", "<|tool_call_end|>"), "<|tool_call_argument_begin|>"
-_ID = re.compile(r"\s*((?:functions\.)?([\w.-]+?)(?::\d+)?)\s*")
+_ID = re.compile(r"\s*((?:functions\.)?([\w.-]+?)(?::\d{1,9})?)\s*")
 
 
 class KimiFormat(SectionFormat):
@@ -22,7 +22,7 @@ class KimiFormat(SectionFormat):
     def call(self, text: str) -> Call | None:
         head, separator, arguments = text.partition(ARGUMENTS)
         named = _ID.fullmatch(head)
-        return arguments_of(named[2], arguments, named[1]) if named and separator else None
+        return arguments_of(named[2], arguments, named[1] if ":" in named[1] else "") if named and separator else None
 
     def enforced(self, index: int, mark: Mark) -> str:
         return f'"functions.{self.tools[index].name}:" /[0-9]{{1,3}}/ {mark(ARGUMENTS)} arguments{index}'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from paged_attn.chat.formats.tool_format import MAX_CALLS_ENFORCED, SPACE, Call, Mark, Taken, ToolFormat, as_text
+from paged_attn.chat.formats.tool_format import MAX_CALLS_ENFORCED, Call, Mark, Taken, ToolFormat, as_text, space_end
 
 
 class SectionFormat(ToolFormat):
@@ -16,7 +16,7 @@ class SectionFormat(ToolFormat):
     section: ClassVar[tuple[str, str]]
     each: ClassVar[tuple[str, str]]
     between_calls: ClassVar[str] = ""
-    endings = ">"
+    endings = ""
 
     def take(self, text: str, ended: bool) -> Taken | None:
         """All calls one after another, to the end of their section. The section's marks may be missing, and the last one's end where the
@@ -25,12 +25,12 @@ class SectionFormat(ToolFormat):
         calls: list[Call | None] = []
         end = len(opening) if text.startswith(opening) else 0
         while True:
-            at = end + len(text[end:]) - len(text[end:].lstrip(SPACE))
+            at = space_end(text, end)
             if text.startswith(closing, at):
                 end = at + len(closing)
                 break
             if not text.startswith(self.each[0], at):
-                if not ended and any(mark.startswith(text[at:]) for mark in (closing, self.each[0])):
+                if not ended and any(mark.startswith(text[at : at + len(mark)]) for mark in (closing, self.each[0])):
                     return None
                 break
             stop = text.find(self.each[1], at)

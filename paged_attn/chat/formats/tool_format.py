@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -14,6 +15,7 @@ from paged_attn.utf8 import is_utf8
 MAX_CALLS_ENFORCED = 16  # of one answer
 SPACE = " \t\r\n"
 _DECODER = json.JSONDecoder(strict=False)  # models write line ends into strings
+_SPACE = re.compile(f"[{SPACE}]*")
 Mark = Callable[[str], str]
 
 
@@ -42,7 +44,7 @@ class ToolFormat:
         marks: texts that a call begins with, and others that special tokens of the format are written as.
         at_beginning: nothing but calls may stand before a call.
         between: characters that may lie between calls, and are not told.
-        endings: a call may end with one of these characters, and with nothing else.
+        endings: a call may end with one of these characters, and with nothing else; "" for any.
     """
 
     name: ClassVar[str]
@@ -102,6 +104,12 @@ class ToolFormat:
             mark: from a text that may be a token of its own to what a grammar calls it.
         """
         raise NotImplementedError("enforced calls of this format are plain JSON; see `choose.py`")
+
+
+def space_end(text: str, at: int) -> int:
+    """Where the space ends that begins at a place; that place if there is none."""
+    match = _SPACE.match(text, at)
+    return at if match is None else match.end()
 
 
 def load_json(text: str) -> Any:

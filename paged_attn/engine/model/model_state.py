@@ -75,13 +75,12 @@ class ModelState:
         own = set(map(id, self._written_by_itself))
         self._with_versions = [tensor for tensor in self._listed if not tensor.is_inference() and id(tensor) not in own]
         self._versions = _versions(self._with_versions)
-        self._was_trained = False
+        self._was_trained, self._ids = False, frozenset(map(id, self._listed))
         self._take_sentinels()
 
-    def note_training(self, optimizer: Optimizer) -> None:
-        """The optimizer has made a step. The fused ones do not count what they write."""
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self._was_trained |= not trained.isdisjoint(map(id, self._listed))
+    def note_training(self, trained: set[int]) -> None:
+        """An optimizer has made a step with parameters of these ids. The fused ones do not count what they write."""
+        self._was_trained |= not trained.isdisjoint(self._ids)
 
     def _take_sentinels(self) -> None:
         step = max(len(self._with_versions) // 8, 1)
@@ -155,8 +154,9 @@ def _told_of_optimizers(state: ModelState) -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     with _lock:
         states = list(_states)
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} if states else set[int]()
     for state in states:
-        state.note_training(optimizer)
+        state.note_training(trained)
 
 
 class _Entries:

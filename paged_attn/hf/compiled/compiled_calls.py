@@ -34,6 +34,13 @@ logger = logging.getLogger("paged_attn")
 _MOVED = "_paged_attn_moved"  # of a DynamicCache in whose place a RaggedCache came
 
 
+MOST_REFUSALS = 3  # engines that are tried for a model that changes, and is refused each time
+
+
+class NoRowsError(UnsupportedError):
+    """What the model's engine needs besides rows of tokens stays, however the model changes."""
+
+
 class PagedCalls:
     """What a compiled model's calls run: an engine's steps where `generate` asks for logits with a cache that it made itself, what
     torch.compile made of a call without a cache, and with another cache the model as it is written, as Dynamo would compile it anew for
@@ -61,6 +68,7 @@ class PagedCalls:
         self._first: tuple[weakref.ref[DynamicCache], dict[str, Any]] | None = None
         self._said: set[str] = set()
         self._refused_as: ModelState | None = None
+        self._num_refusals = 0
         self._length_borders: tuple[int, ...] | None = None
 
     def __call__(self, *args: Any, **given: Any) -> Any:
@@ -181,15 +189,17 @@ class PagedCalls:
                 engine = Engine(self.model, None, self.config.with_(layer_groups=False))  # rows keep their own tables
                 _refuse_others(engine)
             except UnsupportedError as refusal:
-                self.refused, self._refused_as = str(refusal), ModelState(self.model)
+                self._num_refusals += 1
+                may_change = not isinstance(refusal, NoRowsError) and self._num_refusals < MOST_REFUSALS
+                self.refused, self._refused_as = str(refusal), ModelState(self.model) if may_change else None
                 self._say(f"generate runs without pages: {refusal}")
                 return False
             self.engine, self._pages = engine, SharedPages(engine.pool)
         return True
 
     def _is_still_refused(self) -> bool:
-        """Whether there was no engine for the model, and it is as it was then."""
-        if self._refused_as is not None and self._refused_as.difference() is not None:
+        """Whether there was no engine for the model, and it has the modules, parameters and hooks that it had then."""
+        if self._refused_as is not None and (found := self._refused_as.difference()) is not None and found.replaced:
             self.refused, self._refused_as = "", None
         return bool(self.refused)
 
@@ -262,7 +272,7 @@ def _num_tokens(cache: Cache) -> int | None:
 
 
 def _refuse_others(engine: Engine) -> None:
-    """Releases the engine and raises UnsupportedError if rows of `generate` are not all that its steps need."""
+    """Releases the engine and raises NoRowsError if rows of `generate` are not all that its steps need."""
     name = type(engine.runner.model).__name__
     if engine.states is not None:
         why = f"{name} has recurrent state, which paged_attn.generate and LLM keep"
@@ -271,7 +281,7 @@ def _refuse_others(engine: Engine) -> None:
     else:
         return
     engine.release()
-    raise UnsupportedError(why)
+    raise NoRowsError(why)
 
 
 def _columns(parts: list[Part], tokens: list[list[int]], table: RaggedTable, before: Any) -> RequestColumns:

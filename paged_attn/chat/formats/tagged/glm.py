@@ -8,7 +8,7 @@ from paged_attn.chat.formats.tagged.tagged_format import TaggedFormat
 from paged_attn.chat.formats.tool_format import Call
 
 _NAME = re.compile(r"\s*([^<\s]+)\s*(?=<|\Z)")
-_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
 class GlmFormat(TaggedFormat):

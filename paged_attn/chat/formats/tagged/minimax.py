@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from paged_attn.chat.formats.tagged.tagged_format import TaggedFormat
+from paged_attn.chat.formats.tagged.tagged_format import TaggedFormat, one_after_another
 from paged_attn.chat.formats.tool_format import Call
 
-_INVOKE = re.compile(r"\s*<invoke name=\"?([^\">\n]+)\"?>(.*?)</invoke>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter name=\"?([^\">\n]+)\"?>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_INVOKE = re.compile(r"<invoke name=\"?([^\">\n]+)\"?>(.*?)</invoke>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter name=\"?([^\">\n]+)\"?>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 class MiniMaxFormat(TaggedFormat):
@@ -18,7 +18,6 @@ class MiniMaxFormat(TaggedFormat):
     openings = ("<minimax:tool_call>",)
 
     def calls(self, body: str) -> Sequence[Call]:
-        if _INVOKE.sub("", body).strip():
-            return ()
-        calls = [self.call_of(name, arguments, _PARAMETER) for name, arguments in _INVOKE.findall(body)]
+        invokes = one_after_another(_INVOKE, body) or ()
+        calls = [self.call_of(name, arguments, _PARAMETER) for name, arguments in invokes]
         return [call for call in calls if call is not None] if None not in calls else ()

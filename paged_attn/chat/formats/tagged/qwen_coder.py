@@ -10,7 +10,7 @@ from paged_attn.chat.formats.tagged.tagged_format import TaggedFormat
 from paged_attn.chat.formats.tool_format import Call
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 class QwenCoderFormat(TaggedFormat):

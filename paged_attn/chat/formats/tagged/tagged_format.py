@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from paged_attn.chat.formats.hermes import CLOSING, OPENING
 from paged_attn.chat.formats.tagged.argument_values import argument_value
-from paged_attn.chat.formats.tool_format import Call, Taken, ToolFormat, as_text
+from paged_attn.chat.formats.tool_format import Call, Taken, ToolFormat, as_text, space_end
 
 
 class TaggedFormat(ToolFormat):
@@ -37,9 +37,23 @@ class TaggedFormat(ToolFormat):
 
     def call_of(self, name: str, arguments: str, pattern: re.Pattern[str]) -> Call | None:
         """A call whose arguments fit the pattern one after another, each with its key and its value; None if anything else is there."""
-        if pattern.sub("", arguments).strip():
+        pairs = one_after_another(pattern, arguments)
+        if pairs is None:
             return None
         tool = next((tool for tool in self.tools if tool.name == name), None)
-        found = {key.strip(): argument_value(value, tool, key.strip()) for key, value in pattern.findall(arguments)}
+        found = {key.strip(): argument_value(value, tool, key.strip()) for key, value in pairs}
         text = as_text(found)
         return None if text is None else Call(name, text)
+
+
+def one_after_another(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]] | None:
+    """The two groups of each match, with nothing but space between them; None if anything else is there. Takes time in proportion to the
+    text, where a pattern that begins with space and is searched for does not."""
+    found, at = list[tuple[str, str]](), 0
+    while (at := space_end(text, at)) < len(text):
+        match = pattern.match(text, at)
+        if match is None:
+            return None
+        found.append((match[1], match[2]))
+        at = match.end()
+    return found
