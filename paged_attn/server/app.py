@@ -46,7 +46,10 @@ def create_app(make_engine: Callable[[], Engine], settings: ServerSettings, trac
     errors.add_handlers(app)
     # The last one added is the first one asked.
     app.add_middleware(
-        Guard, settings=settings, responded=lambda path, status: state.metrics.responded(path if path in known else "other", status)
+        Guard,
+        settings=settings,
+        bodies=state.bodies,
+        responded=lambda path, status: state.metrics.responded(path if path in known else "other", status),
     )
     app.add_middleware(CallLog, log=state.log, tracing=state.tracing)
     if settings.allow_origins:

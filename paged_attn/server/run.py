@@ -117,6 +117,7 @@ class Server(uvicorn.Server):
         try:
             await self._drained()
             thread.cancel_all()
+            self.state.bodies.end()
             await super().shutdown(sockets)
         finally:
             if self.force_exit:  # then uvicorn does not tell the app, and prints the traceback of its being cancelled

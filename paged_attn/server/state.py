@@ -11,6 +11,7 @@ from paged_attn.asynchronous.async_llm import STOP_SECONDS, AsyncLLM
 from paged_attn.asynchronous.status import Status
 from paged_attn.engine.engine import Engine
 from paged_attn.server.http.call import Calls
+from paged_attn.server.http.open_bodies import OpenBodies
 from paged_attn.server.logs.line_writer import LineWriter
 from paged_attn.server.logs.metrics import ServerMetrics
 from paged_attn.server.logs.tracing import Tracing
@@ -26,7 +27,7 @@ class ServerState:
         self.settings = settings
         self.stop_seconds = STOP_SECONDS
         self.created = int(time.time())
-        self.calls = Calls()
+        self.calls, self.bodies = Calls(), OpenBodies()
         self.log = LineWriter(sys.stdout) if settings.log_requests else None
         if tracing is None and settings.otlp_endpoint is not None:
             tracing = Tracing.to(settings.otlp_endpoint, settings.model_name)

@@ -115,6 +115,31 @@ def test_calls_are_found_and_the_rest_is_kept_however_the_text_is_cut(name: str,
 def test_a_call_of_kimi_keeps_its_own_id() -> None:
     answer = form("kimi_k2").read(f"{KIMI}functions.now:7<|tool_call_argument_begin|>{{}}<|tool_call_end|>")
     assert [(call.id, call.name) for call in answer.tool_calls] == [("functions.now:7", "now")]
+    twice = form("kimi_k2").read(f"{KIMI}functions.now:7<|tool_call_argument_begin|>{{}}<|tool_call_end|>" * 2).tool_calls
+    (without,) = form("kimi_k2").read(f"{KIMI}now<|tool_call_argument_begin|>{{}}<|tool_call_end|>").tool_calls
+    assert twice[0].id == "functions.now:7" and {twice[1].id[:5], without.id[:5]} == {"call_"}
+
+
+def test_a_call_without_a_section_and_the_text_behind_it_come_at_once() -> None:
+    reader = form("deepseek").reader()
+    parts = [*reader.feed(f"{CALL[0]}now{SEPARATOR}{{}}{CALL[1]}"), *reader.feed(" And so on")]
+    assert plain(ChatMessage.of(parts)) == ("And so on", [NOW])
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "more"),
+    [
+        ("minimax", '<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter>', "\n"),
+        ("qwen_coder", "<tool_call><function=f>", " "), ("minimax", "<minimax:tool_call>", '<invoke name="a">'),
+        ("deepseek", SECTION[0], f"{CALL[0]}f{SEPARATOR}{{}}{CALL[1]}"),
+    ],
+)  # fmt: skip
+def test_what_goes_on_for_ever_is_read_in_proportion_to_its_length(name: str, begin: str, more: str) -> None:
+    """64,000 characters took more than ten seconds where a pattern looked at each space for what follows all of them."""
+    text = begin + more * (64_000 // len(more)) + ("</function></tool_call>" if name == "qwen_coder" else "")
+    started = time.process_time()
+    streamed(form(name), [text[i : i + 50] for i in range(0, len(text), 50)])
+    assert time.process_time() - started < 4
 
 
 @pytest.mark.parametrize("name", FORMATS)

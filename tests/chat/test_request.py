@@ -66,7 +66,12 @@ def test_messages_reach_the_template_as_it_expects_them() -> None:
 
 
 def test_a_template_may_know_a_role_of_its_own() -> None:
-    assert plain_messages([{"role": "critic", "content": "a"}], "{% if m.role == 'critic' %}") == [{"role": "critic", "content": "a"}]
+    critic = [{"role": "critic", "content": "a"}]
+    names, writes = "{% if m.role == 'critic' %}", "{{ '<|im_start|>' + m['role'] + m.content }}"
+    assert plain_messages(critic, names) == plain_messages(critic, writes) == critic
+    for role, template in (("critic", "{% if m.role == 'user' %}a critic{% endif %}"), ("", writes), ("e", names)):
+        with pytest.raises(ChatError, match="and what the template knows"):
+            plain_messages([{"role": role, "content": "a"}], template)
 
 
 def with_arguments(arguments: Any) -> list[Any]:

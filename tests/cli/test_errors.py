@@ -62,6 +62,7 @@ def test_arguments_that_do_not_parse(argv: list[str], capsys: pytest.CaptureFixt
         (["serve", "x", "--model", "y"], "serve: error: unexpected 'x'; a value with spaces"),
         (["serve", "x", "--zzz"], "serve: error: there is no --zzz (see"),
         (["serve"], "serve: error: no model; give MODEL: a directory"),
+        (["serve", ""], "serve: error: no model; give MODEL: a directory"),
         (["generate", "x", "--json-schema", "no.json"], "generate: error: argument --json-schema: 'no.json' cannot be read"),
         (["generat"], "error: argument COMMAND: invalid choice: 'generat'"),
         ([], "error: the following arguments are required: COMMAND (see `paged-attn --help`)"),
@@ -76,7 +77,14 @@ def test_what_does_not_parse_is_one_line_with_what_was_meant(argv: list[str], sa
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "explain", "warmup"])
 @pytest.mark.parametrize(
-    "argv", [["x", "--dtype", "auto"], ["--dtype", "auto", "x"], ["--model", "x", "--dtype", "auto"], ["--dtype", "auto", "--model=x"]]
+    "argv",
+    [
+        ["x", "--dtype", "auto"],
+        ["--dtype", "auto", "x"],
+        ["--model", "x", "--dtype", "auto"],
+        ["--dtype", "auto", "--model=x"],
+        ["--dtype", "auto", "--", "x"],
+    ],
 )
 def test_a_model_is_given_with_and_without_its_flag(command: str, argv: list[str]) -> None:
     assert build_parser().parse_args([command, *argv]).model == "x"

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 import paged_attn
+from paged_attn.hf.compiled import compiled_calls
 from tests.engine.models import tokenizer
 from tests.hf.test_hf_compiled import _small_engines, assert_same_on_pages, calls_of, generate, pair, steps_of
 from tests.tiny_models import build
@@ -93,7 +94,7 @@ def test_an_assistant_of_fewer_layers_of_the_same_model_leaves_its_pages(caplog:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_mamba"])
-def test_models_of_recurrent_states_alone_run_as_written(kind: str) -> None:
+def test_models_of_recurrent_states_alone_run_as_written(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1, "chunk_size": 8} if kind == "mamba2" else {}
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, state_size=8, **more)).eval()
@@ -101,6 +102,11 @@ def test_models_of_recurrent_states_alone_run_as_written(kind: str) -> None:
     for _ in range(2):
         assert generate(twin, {"input_ids": IDS}).equal(generate(plain, {"input_ids": IDS}))
     assert "recurrent state" in calls_of(twin).refused
+    with torch.no_grad():
+        for model in (plain, twin):
+            model.lm_head.weight.mul_(-1)
+    monkeypatch.setattr(compiled_calls, "Engine", None)  # no other is tried, as none could be of use
+    assert generate(twin, {"input_ids": IDS}).equal(generate(plain, {"input_ids": IDS}))
 
 
 @pytest.mark.slow

@@ -36,6 +36,13 @@ def test_a_completion_is_that_of_the_model_alone(running: Running) -> None:
     assert got.object == "text_completion" and got.model == MODEL and got.id.startswith("cmpl-")
 
 
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"logprobs": 1, "echo": True}])
+def test_a_streams_first_chunk_with_a_token_has_the_prompts_ids(running: Running, more: dict[str, Any]) -> None:
+    chunks = [chunk.choices[0] for chunk in complete(running, TEXT, max_tokens=3, stream=True, **more)]
+    ids = [getattr(chunk, "prompt_token_ids", None) for chunk in chunks if getattr(chunk, "token_ids", None)]
+    assert ids == [tokenizer()(TEXT).input_ids, None, None]
+
+
 def test_the_second_time_the_prompt_comes_from_the_cache_unless_salted(running: Running) -> None:
     prompt = random_prompts(31, 17)[0]
     counts = [complete(running, prompt).usage.prompt_tokens_details.cached_tokens for _ in range(2)]

@@ -18,6 +18,25 @@ from tests.engine.models import make_engine
 from tests.server.serving import PATIENCE, Running, chat_tokenizer, held, serving, wait_for
 
 
+def test_a_second_loop_that_runs_is_told_so_and_one_after_the_other_is_not() -> None:
+    pool, begun, end = FairPool("two loops", 2, 1), threading.Event(), threading.Event()
+
+    def work() -> str:
+        begun.set()
+        assert end.wait(20)
+        return "done"
+
+    with ThreadPoolExecutor(1) as others:
+        first = others.submit(asyncio.run, pool.run("a", work))
+        assert begun.wait(20)
+        with pytest.raises(RuntimeError, match="for one event loop at a time"):
+            asyncio.run(pool.run("b", work))
+        end.set()
+        assert first.result() == "done"
+    assert asyncio.run(pool.run("b", work)) == "done"
+    pool.close()
+
+
 class Work:
     """Pieces that say when they begin, and wait until they may end."""
 

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from paged_attn.asynchronous.status import Status
 from paged_attn.engine.engine import Engine
 from tests.engine.models import assert_idle, make_engine, oracle
 from tests.server.serving import MODEL, PATIENCE, Running, chat_tokenizer, held, serving, wait_for
+from tests.server.test_connections import HEAD, connect, num_connections, read_all
 
 BODY: dict[str, Any] = {"prompt": [4, 5, 6], "max_tokens": 100, "temperature": 0, "return_token_ids": True}
 
@@ -37,6 +39,17 @@ def assert_ended(running: Running) -> None:
     assert not running.server.state.llm.thread._thread.is_alive()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{running.url}/health")
+
+
+def test_a_body_that_is_still_coming_is_told_when_the_time_is_over(capfd: pytest.CaptureFixture[str]) -> None:
+    with serving(one_at_a_time, drain_seconds=0.5) as running, closing(connect(running)) as raw:
+        raw.sendall(HEAD + b"Content-Length: 500\r\n\r\n{")
+        wait_for(lambda: num_connections(running) > 0)
+        running.stop()
+        answer = read_all(raw)
+        assert answer.startswith(b"HTTP/1.1 503") and b"the server ends, and 1 bytes of the body have come" in answer
+        assert_ended(running)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_what_runs_and_waits_finishes_and_nothing_new_is_taken() -> None:

@@ -57,6 +57,8 @@ def test_messages_become_the_tokens_that_a_chat_has(running: Running) -> None:
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "continue_final_message": True, "add_generation_prompt": True},
+         "add_generation_prompt"),
         ("/tokenize", {"prompt": "a", "tools": [{}]}, "tools"),
         ("/tokenize", {"prompt": "\ud83d"}, "prompt"),
         ("/tokenize", {"prompt": "x" * 10_000}, "prompt"),

@@ -90,12 +90,17 @@ class ChatBody(Body):
         Raises:
             ApiError: 400 for settings that contradict each other.
         """
-        if self.continue_final_message and self.add_generation_prompt:
-            what = "add_generation_prompt: got true beside continue_final_message=true, which goes on with the last message"
-            raise ApiError(400, f"{what}; give one of them", param="add_generation_prompt")
+        refuse_two_ends(self.add_generation_prompt, self.continue_final_message)
         return ChatRequest(
             self.messages, self.tools, self.tool_choice, parallel_tool_calls=self.parallel_tool_calls is not False,
             chat_template_kwargs=self.chat_template_kwargs or {}, add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message), tool_parser=tool_parser, reasoning_parser=reasoning_parser,
             reasoning_effort=self.reasoning_effort,
         )  # fmt: skip
+
+
+def refuse_two_ends(add_generation_prompt: bool | None, continue_final_message: bool | None) -> None:
+    """Raises ApiError: 400 if a chat's prompt shall end with the beginning of an answer, and with its last message."""
+    if continue_final_message and add_generation_prompt:
+        what = "add_generation_prompt: got true beside continue_final_message=true, which goes on with the last message"
+        raise ApiError(400, f"{what}; give one of them", param="add_generation_prompt")

@@ -22,7 +22,7 @@ class CompletionReply(Reply):
         self.body: CompletionBody = body
         self._offsets = [0] * job.size
         self._parts: list[list[int]] = [[] for _ in range(job.size)]  # tokens of a character that is not complete yet
-        self._begun: set[int] = set()
+        self._counted = set[int]()  # choices whose first token was
         self._not_echoed = set(range(job.size)) if body.echo else set()
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
@@ -68,8 +68,8 @@ class CompletionReply(Reply):
 
     def _num_characters(self, index: int, token: int) -> int:
         """That the next token of an answer adds: 0 if it is a part of one, and not its last. Some decoders drop the first one's space."""
-        parts, text, is_first = [*self._parts[index], token], self.texts.of_token(token), index not in self._begun
-        self._begun.add(index)
+        parts, text, is_first = [*self._parts[index], token], self.texts.of_token(token), index not in self._counted
+        self._counted.add(index)
         if len(parts) > 1 or is_first or not is_text(text, token):
             text = self.texts.of_tokens(parts)
             if text.endswith("\ufffd") and len(parts) < MOST_BYTES:
@@ -91,7 +91,7 @@ class CompletionReply(Reply):
             heads = {"tokens": self.texts.of_token(first), "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
             logprobs = {name: [head, *rest[name]] for name, head in heads.items()}
         self._offsets[index], self._parts[index] = len(text), []
-        self._begun.discard(index)
+        self._counted.discard(index)
         return {"text": text, "logprobs": logprobs}
 
     def _by_id(self, index: int, count: int) -> list[dict[str, dict[str, Any]] | None]:

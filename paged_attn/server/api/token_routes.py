@@ -13,6 +13,7 @@ from paged_attn.asynchronous.job import Prompt
 from paged_attn.asynchronous.texts import Texts, length_of
 from paged_attn.chat.request import ChatRequest
 from paged_attn.server.api.bounds import Closed, Messages, Name, Settings, Tools, at_most
+from paged_attn.server.api.chat_body import refuse_two_ends
 from paged_attn.server.api.of_request import answered, caller_of, ready, state_of
 from paged_attn.server.http.errors import ERRORS, ApiError
 
@@ -94,6 +95,7 @@ async def _prompts(request: Request, body: TokenizeBody, texts: Texts) -> Sequen
         raise ApiError(
             400, "add_special_tokens: got true beside messages, whose template has them; leave it out", param="add_special_tokens"
         )
+    refuse_two_ends(body.add_generation_prompt, body.continue_final_message)
     assert body.messages is not None
     messages = body.messages
     chat = ChatRequest(

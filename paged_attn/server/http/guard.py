@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -12,6 +11,7 @@ from paged_attn.server.http.body_budget import BodyBudget
 from paged_attn.server.http.body_shape import BodyShape
 from paged_attn.server.http.callers import Caller, Callers
 from paged_attn.server.http.errors import ApiError, told
+from paged_attn.server.http.open_bodies import OpenBodies
 from paged_attn.server.settings import ServerSettings
 from paged_attn.shown import shown
 
@@ -26,10 +26,11 @@ class Guard:
 
     Args:
         responded: told the path and status of every answer.
+        bodies: those that are still coming.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, responded: Callable[[str, int], None]) -> None:
-        self.app, self.responded = app, responded
+    def __init__(self, app: ASGIApp, settings: ServerSettings, responded: Callable[[str, int], None], bodies: OpenBodies) -> None:
+        self.app, self.responded, self._bodies = app, responded, bodies
         self.max_body_bytes, self.body_seconds = int(settings.max_body_mib * 2**20), settings.body_seconds
         self.hosts = [host.lower() for host in settings.allow_hosts]
         self._callers, self._budget = Callers(settings), BodyBudget(int(settings.max_bodies_mib * 2**20))
@@ -78,7 +79,7 @@ class Guard:
         self._check_size(int(declared) if declared.isdigit() and len(declared) < 20 else self.max_body_bytes + 1)
         parts, size, more, shape = list[bytes](), 0, True, BodyShape()
         try:
-            async with asyncio.timeout(self.body_seconds):
+            async with self._bodies.within(self.body_seconds):
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -91,6 +92,8 @@ class Guard:
                     parts.append(part)
                     size += len(part)
         except TimeoutError:
+            if self._bodies.have_ended:
+                raise ApiError(503, f"the server ends, and {size:,} bytes of the body have come; send it again, to another") from None
             raise ApiError(408, f"the body did not come within {self.body_seconds:g} s ({size:,} bytes did)") from None
         return b"".join(parts)
 

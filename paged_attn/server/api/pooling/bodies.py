@@ -62,7 +62,7 @@ class RerankBody(PoolingBody):
             ApiError: 400 for anything else.
         """
         given = self.documents if isinstance(self.documents, list) else []
-        texts = [each.get("text") if isinstance(each, dict) else each for each in given]
+        texts = [each.get("text") if isinstance(each, dict) and len(each) == 1 else each for each in given]
         found = [text for text in texts if isinstance(text, str)]
         if not texts or len(found) < len(texts):
             allowed = 'a list of texts, or of {"text": ...}'
