@@ -118,14 +118,14 @@ class FairPool:
             if piece.result.get_loop().is_closed():  # nobody waits for it any more
                 self._line_up(client)
                 continue
+            self._busy.add(client)
+            self._free -= 1
+            self._free_for_long -= is_long
             try:
                 begun = self._threads.submit(piece.work)
             except RuntimeError:  # closed meanwhile
                 piece.result.set_exception(closed_before_its_end())
                 return
-            self._busy.add(client)
-            self._free -= 1
-            self._free_for_long -= is_long
             begun.add_done_callback(partial(self._tell, client, piece))
 
     def _tell(self, client: Hashable, piece: _Piece, done: Future[Any]) -> None:
