@@ -84,7 +84,7 @@ def explanation(compiled: nn.Module | LLM | Engine) -> Explanation:
         return Explanation(name, (graph,), selection.backend.name, selection.describe(), capture, tuple(memory_lines(target)))
     model, graphs = _graphs(target)
     backend, reason = _auto_backend(model, graphs)
-    refused = (f"  generate     runs without pages: {calls.refused}",) if isinstance(calls, PagedCalls) and calls.refused else ()
+    refused = (f"  generate     runs without pages: {calls.refusal.why}",) if isinstance(calls, PagedCalls) and calls.refusal.why else ()
     return Explanation(type(model).__name__, tuple(map(GraphExplanation.of, graphs)), backend, reason, refused)
 
 

@@ -143,6 +143,8 @@ def test_a_cross_encoder_scores_and_ranks(cross_encoder: Path) -> None:
             assert "score: got [] as the first side; allowed: a text, or a list of texts" in refused.text
             refused = running.http.post("/v1/rerank", json={"query": "", "documents": "b"})
             assert "documents: got 'b'; allowed: a list of texts" in refused.text
+            refused = running.http.post("/v1/rerank", json={"query": "a", "documents": [{"text": "b", "title": "c"}]})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "documents" and "title" in refused.text
             refused = running.http.post("/v1/embeddings", json={"input": "She"})
             assert refused.status_code == 400 and "classifies and does not embed" in refused.json()["error"]["message"]
             running.wait_idle()

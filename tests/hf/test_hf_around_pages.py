@@ -101,7 +101,7 @@ def test_models_of_recurrent_states_alone_run_as_written(kind: str, monkeypatch:
     twin = compiled_twin(plain)
     for _ in range(2):
         assert generate(twin, {"input_ids": IDS}).equal(generate(plain, {"input_ids": IDS}))
-    assert "recurrent state" in calls_of(twin).refused
+    assert "recurrent state" in calls_of(twin).refusal.why
     with torch.no_grad():
         for model in (plain, twin):
             model.lm_head.weight.mul_(-1)
@@ -147,10 +147,10 @@ def test_what_was_refused_once_is_served_when_the_model_has_changed() -> None:
     rows = {"input_ids": IDS.expand(3, 5)}
     with_hook = twin.model.layers[0].register_forward_pre_hook(refuse)
     before = steps_of(twin)
-    assert generate(twin, rows).equal(generate(plain, rows)) and steps_of(twin) == before and "three rows" in calls_of(twin).refused
+    assert generate(twin, rows).equal(generate(plain, rows)) and steps_of(twin) == before and "three rows" in calls_of(twin).refusal.why
     with_hook.remove()
     assert_same_on_pages((plain, twin), rows)
-    assert not calls_of(twin).refused
+    assert not calls_of(twin).refusal.why
 
 
 def test_prompts_that_peft_has_learned_are_refused_where_they_would_be_dropped() -> None:

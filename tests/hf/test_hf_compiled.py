@@ -310,7 +310,7 @@ def test_explain_tells_what_generate_runs_on(caplog: pytest.LogCaptureFixture) -
     expected = generate(model, _prompts((0,)), max_new_tokens=3)
     model.compile(backend="paged_attn")
     assert generate(model, _prompts((0,)), max_new_tokens=3).equal(expected)
-    assert "FalconH1ForCausalLM has recurrent state" in calls_of(model).refused
+    assert "FalconH1ForCausalLM has recurrent state" in calls_of(model).refusal.why
     assert "FalconH1ForCausalLM: generate runs without pages" in caplog.text
 
 

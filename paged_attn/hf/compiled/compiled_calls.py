@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 import weakref
@@ -19,12 +18,13 @@ from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.model.model_state import ModelState
 from paged_attn.engine.tracing.ropes_by_length import RopesByLength
 from paged_attn.hf.cache_name import CACHE_NAME, given_cache, output_with_cache, without_cache
 from paged_attn.hf.compiled.call_rows import CallRows, call_rows, why_not
+from paged_attn.hf.compiled.leave_pages import computed_again, may_leave_pages
 from paged_attn.hf.compiled.ragged_cache import RaggedCache
 from paged_attn.hf.compiled.ragged_table import Lengths, RaggedTable
+from paged_attn.hf.compiled.refusal import LastingRefusalError, Refusal
 from paged_attn.hf.compiled.row_steps import Part, steps
 from paged_attn.hf.generate.kept_engine import change_of, follows_model
 from paged_attn.hf.generate.refuse import generate_frame
@@ -32,13 +32,6 @@ from paged_attn.hf.shared_pages import CacheFull, SharedPages
 
 logger = logging.getLogger("paged_attn")
 _MOVED = "_paged_attn_moved"  # of a DynamicCache in whose place a RaggedCache came
-
-
-MOST_REFUSALS = 3  # engines that are tried for a model that changes, and is refused each time
-
-
-class NoRowsError(UnsupportedError):
-    """What the model's engine needs besides rows of tokens stays, however the model changes."""
 
 
 class PagedCalls:
@@ -53,7 +46,7 @@ class PagedCalls:
 
     Attributes:
         engine: None before the first step, or where there can be none.
-        refused: why there is none.
+        refusal: why there is none.
         num_steps: of engines so far.
     """
 
@@ -61,14 +54,12 @@ class PagedCalls:
         self._model = weakref.ref(model)
         self.compiled, self.config = compiled, config
         self.engine: Engine | None = None
-        self.refused = ""
+        self.refusal = Refusal()
         self.num_steps = 0
         self._lock = threading.RLock()
         self._pages: SharedPages | None = None
         self._first: tuple[weakref.ref[DynamicCache], dict[str, Any]] | None = None
         self._said: set[str] = set()
-        self._refused_as: ModelState | None = None
-        self._num_refusals = 0
         self._length_borders: tuple[int, ...] | None = None
 
     def __call__(self, *args: Any, **given: Any) -> Any:
@@ -133,7 +124,7 @@ class PagedCalls:
 
     def _start(self, cache: DynamicCache | None, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """The output for the first tokens of rows, whose K and V lie in pages; None if the call runs as written."""
-        if self._is_still_refused():
+        if self.refusal.holds():
             return None
         called = self._rows(args, given, 0, None)
         if isinstance(called, str):
@@ -160,9 +151,9 @@ class PagedCalls:
         """The output for more tokens of each row."""
         called = self._rows(args, given, cache.length, cache.padding)
         if isinstance(called, str):
-            if self._may_leave_pages(cache, args, given):
+            if not args and may_leave_pages(self.model, cache, given):
                 self._say(f"a call of generate goes on without pages: {called}")
-                return self.model._call_impl(**{**without_cache(given), CACHE_NAME: self._computed_again(cache)})
+                return self.model._call_impl(**{**without_cache(given), CACHE_NAME: computed_again(self.model, cache)})
             raise UnsupportedError(
                 f"a call with a cache of model.compile(backend='paged_attn') cannot run on pages: {called}. Give generate a cache of its "
                 "own, with which it runs as written: a DynamicCache(config=model.config), or a paged_attn.PagedCache(model)"
@@ -189,38 +180,11 @@ class PagedCalls:
                 engine = Engine(self.model, None, self.config.with_(layer_groups=False))  # rows keep their own tables
                 _refuse_others(engine)
             except UnsupportedError as refusal:
-                self._num_refusals += 1
-                may_change = not isinstance(refusal, NoRowsError) and self._num_refusals < MOST_REFUSALS
-                self.refused, self._refused_as = str(refusal), ModelState(self.model) if may_change else None
+                self.refusal.note(self.model, refusal)
                 self._say(f"generate runs without pages: {refusal}")
                 return False
             self.engine, self._pages = engine, SharedPages(engine.pool)
         return True
-
-    def _is_still_refused(self) -> bool:
-        """Whether there was no engine for the model, and it has the modules, parameters and hooks that it had then."""
-        if self._refused_as is not None and (found := self._refused_as.difference()) is not None and found.replaced:
-            self.refused, self._refused_as = "", None
-        return bool(self.refused)
-
-    def _may_leave_pages(self, cache: RaggedCache, args: tuple[Any, ...], given: dict[str, Any]) -> bool:
-        """Whether a call of `generate`, which keeps whatever cache it gets back, can go on with one of transformers' own."""
-        ids = given.get("input_ids")
-        of_its_rows = isinstance(ids, Tensor) and ids.ndim == 2 and len(ids) == cache.batch_size
-        return generate_frame(self.model) is not None and not args and of_its_rows and not (torch.is_grad_enabled() or self.model.training)
-
-    def _computed_again(self, cache: RaggedCache) -> DynamicCache:
-        """A cache with the same tokens, which the model as it is written has computed."""
-        model, again = self.model, DynamicCache(config=self.model.config)
-        ids = torch.from_numpy(cache.ids).to(model.device)
-        place = torch.arange(cache.length, device=ids.device) - torch.from_numpy(cache.padding).to(ids.device)[:, None]
-        given: dict[str, Any] = {"position_ids": place.clamp(min=0), "logits_to_keep": 1}
-        taken = inspect.signature(model.forward).parameters
-        model._call_impl(
-            input_ids=ids, attention_mask=(place >= 0).long(), use_cache=True, **{CACHE_NAME: again},
-            **{name: value for name, value in given.items() if name in taken},
-        )  # fmt: skip
-        return again
 
     def _run(self, table: RaggedTable, tokens: list[list[int]], wanted: int) -> Tensor:
         """Logits [rows, wanted, vocabulary] of the last tokens that each row is given."""
@@ -272,7 +236,7 @@ def _num_tokens(cache: Cache) -> int | None:
 
 
 def _refuse_others(engine: Engine) -> None:
-    """Releases the engine and raises NoRowsError if rows of `generate` are not all that its steps need."""
+    """Releases the engine and raises LastingRefusalError if rows of `generate` are not all that its steps need."""
     name = type(engine.runner.model).__name__
     if engine.states is not None:
         why = f"{name} has recurrent state, which paged_attn.generate and LLM keep"
@@ -281,7 +245,7 @@ def _refuse_others(engine: Engine) -> None:
     else:
         return
     engine.release()
-    raise NoRowsError(why)
+    raise LastingRefusalError(why)
 
 
 def _columns(parts: list[Part], tokens: list[list[int]], table: RaggedTable, before: Any) -> RequestColumns:
