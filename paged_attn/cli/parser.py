@@ -11,6 +11,7 @@ from paged_attn.engine.setting_names import OTHER_PARAM, OTHER_SETTING
 
 TOLD = {**OTHER_PARAM, **OTHER_SETTING}
 
+MODEL = "a directory, a GGUF file, or a hub id like org/name"
 NEAR = 0.75  # alike, for a flag to be meant: `--model` is not `--pdl`
 
 
@@ -19,7 +20,7 @@ class Parser(argparse.ArgumentParser):
 
     needs_model = False
 
-    def add_model(self, what: str = "a directory, a GGUF file, or a hub id like org/name") -> None:
+    def add_model(self, what: str = MODEL) -> None:
         """The model, as `MODEL` or `--model MODEL`. A positional argument of argparse would take the value of a misspelt flag."""
         self.add_argument("--model", metavar="MODEL", help=f"{what}; also without the flag")
         self.usage, self.needs_model = "%(prog)s MODEL [options]", True
@@ -38,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.error(no_such(unknown, [flag for flag, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]))
         if self.needs_model and not parsed.model:
-            self.error("no model; give MODEL: a directory, a GGUF file, or a hub id like org/name")
+            self.error(f"no model; give MODEL: {MODEL}")
         return parsed, unknown
 
 

@@ -66,7 +66,7 @@ class ToolFormat:
         if self.at_beginning:
             if not at_beginning:
                 return len(text), True
-            at = 0 if text[:1] not in SPACE else len(text) - len(text.lstrip(SPACE))
+            at = space_end(text, 0)
             if at == len(text):
                 return 0, False
             if any(text.startswith(opening, at) for opening in self.openings):
@@ -125,9 +125,8 @@ def load_json(text: str) -> Any:
 
 def load_first_json(text: str, at: int) -> tuple[Any, int] | None:
     """The value that begins at the first character from `at` on that is no space, and its end; None if it is no JSON, or not whole."""
-    at += len(text) - at - len(text[at:].lstrip(SPACE))
     try:
-        value, end = _DECODER.raw_decode(text, at)
+        value, end = _DECODER.raw_decode(text, space_end(text, at))
     except (ValueError, RecursionError):
         return None
     return value, end
