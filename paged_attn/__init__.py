@@ -42,6 +42,10 @@ _EXPORTS = {
 __all__ = sorted(_EXPORTS)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         near = "".join(f" (did you mean {each}?)" for each in difflib.get_close_matches(name, __all__, n=1))

@@ -152,10 +152,26 @@ def test_a_name_that_nobody_knows_gets_the_nearest(wrong: str, said: str) -> Non
     ],
 )
 def test_a_keyword_that_a_call_does_not_know_says_where_it_goes(llm: LLM, given: dict[str, Any], hint: str) -> None:
-    for name, call in (("generate", llm.generate), ("stream", llm.stream)):
+    calls = {"generate": llm.generate, "stream": llm.stream, "chat": llm.chat, "stream_chat": llm.stream_chat}
+    for name, call in calls.items():
+        if "prompt" in given and "chat" in name:
+            continue
         with pytest.raises(TypeError, match=f"LLM.{name} has no '{next(iter(given))}'") as raised:
             call([[4]], **given)
         assert f"({hint})" in str(raised.value)
+
+
+def test_a_far_name_of_another_engine_is_no_hint() -> None:
+    for given, words in (
+        ({"torch_dtype": "float32"}, "dtype, as in dtype='float32'"),
+        ({"quux": 1}, "unknown engine setting 'quux'; known"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            LLM(tiny(), **given)  # type: ignore[arg-type]
+
+
+def test_public_names_are_completed() -> None:
+    assert {"LLM", "SamplingParams", "forward_context"} <= set(dir(paged_attn))
 
 
 def test_a_keyword_of_llm_itself_is_suggested_too() -> None:

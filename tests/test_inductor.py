@@ -27,6 +27,16 @@ def test_compiled_pieces_give_the_models_own_tokens() -> None:
 
 
 @pytest.mark.slow
+def test_pieces_that_split_by_numbers_in_tensors_are_compiled() -> None:
+    """JetMoe's experts. On a GPU, where pieces are compiled unless asked otherwise, no engine started."""
+    torch._dynamo.reset()
+    model, prompts = zoo_model("jetmoe"), random_prompts((1, 5, 17))
+    with LLM(model, inductor=True, max_batch_tokens=16, num_pages=64) as llm:
+        got = llm.generate(prompts, SamplingParams(max_new_tokens=6, ignore_eos=True))
+    assert [c.token_ids for c in got] == [greedy(model, p, 6) for p in prompts]
+
+
+@pytest.mark.slow
 def test_values_seen_by_the_self_check_keep_the_strides_that_the_next_piece_was_compiled_for() -> None:
     """A short convolution hands a slice of a projection on to its piece, and the self-check puts a changed one in its place."""
     torch._dynamo.reset()

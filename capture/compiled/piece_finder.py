@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +71,10 @@ class _PieceFinder(fx.Interpreter):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """On what Dynamo saw, in the fake mode of the tracing context (Dynamo's own is another), with the same symbols."""
-        # Composite operations on symbolic sizes need the Python dispatcher (torch 2.11).
-        with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
+        # Composite operations on symbolic sizes need the Python dispatcher (torch 2.11). Sizes that this run makes of numbers in tensors
+        # are nobody's: Inductor refuses a piece while such a symbol waits for the operation that it belongs to.
+        env = self.fake_mode.shape_env
+        with self.fake_mode, env.ignore_fresh_unbacked_symbols() if env else nullcontext(), enable_python_dispatcher(), torch.no_grad():
             return super().run(*map(_made_anew, args), **kwargs)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

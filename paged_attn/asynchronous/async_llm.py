@@ -22,7 +22,7 @@ from paged_attn.asynchronous.stream import Stream, together
 from paged_attn.asynchronous.texts import Texts, length_of
 from paged_attn.chat.completion import ChatCompletion, ChatEvent
 from paged_attn.chat.request import ChatRequest
-from paged_attn.chat.several import ChatEventReader, listed_conversations
+from paged_attn.chat.several import CHAT_SETTINGS, ChatEventReader, listed_conversations
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.llm import LLM
 from paged_attn.engine.pooling.outputs import ClassValues, EmbeddingValues, PoolingOutput, ScoreValues
@@ -34,7 +34,8 @@ from paged_attn.engine.requests.outputs import Completion, TokenEvent
 from paged_attn.engine.requests.pooling_params import PoolingKind
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.sampling.structured.guides import Guide
-from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
+from paged_attn.engine.setting_names import OTHER_CALL, tells_names
 
 T = TypeVar("T")
 Tell = Callable[[TokenEvent], None]
@@ -131,6 +132,7 @@ class AsyncLLM:
         chosen = one_of(params, sampling_params)
         return Stream(lambda tell: self._complete(prompts, chosen, lora, namespace, priority, tell))
 
+    @tells_names("AsyncLLM.chat", INTO_PARAMS | OTHER_CALL, CHAT_SETTINGS)
     async def chat(
         self,
         messages: Sequence[Any],
@@ -145,6 +147,7 @@ class AsyncLLM:
         """As `LLM.chat`, which says what may be given."""
         return await self._chat(messages, one_of(params, sampling_params), lora, namespace, priority, settings, None)
 
+    @tells_names("AsyncLLM.stream_chat", INTO_PARAMS | OTHER_CALL, CHAT_SETTINGS)
     def stream_chat(
         self,
         messages: Sequence[Any],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from paged_attn.chat.answers.answer_form import AnswerForm
@@ -53,7 +53,7 @@ class ChatRequest:
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     chat_template: str | None = None
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tool_parser: str = "auto"
@@ -96,12 +96,13 @@ class ChatRequest:
 
     def _settings(self, template: str) -> Mapping[str, Any]:
         """Variables for the template."""
+        variables = self.chat_template_kwargs or {}
         if self.reasoning_effort is None:
-            return self.chat_template_kwargs
+            return variables
         if "reasoning_effort" not in template:
             what = f"got {shown(self.reasoning_effort)}, and the model's chat template does not read it; leave it out"
             raise ChatError(f"reasoning_effort: {what}", "reasoning_effort", "unsupported_value")
-        return {"reasoning_effort": self.reasoning_effort, **self.chat_template_kwargs}
+        return {"reasoning_effort": self.reasoning_effort, **variables}
 
     def _form(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from paged_attn.chat.answers.answer_form import AnswerForm, finish_reason
@@ -15,6 +16,8 @@ from paged_attn.chat.request import ChatRequest
 from paged_attn.engine.requests.outputs import TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.shown import shown
+
+CHAT_SETTINGS = tuple(each.name for each in fields(ChatRequest) if each.name != "messages")
 
 
 class Chats(NamedTuple):

@@ -187,7 +187,7 @@ class HookedServed(Served):
         self._run(batch, watch)
         return {**found, "sinks": watch.sinks[layer_id]} if layer_id in watch.sinks else found
 
-    def exact_attention(self, layer: LayerReport, chosen: Tensor, given: dict[str, Tensor]) -> Tensor | str:
+    def exact_attention(self, layer: LayerReport, chosen: Tensor, given: dict[str, Tensor], _: bool) -> Tensor | str:
         """The mask was proved as a function of positions, so that what the spec says, computed exactly, stands for the model's own."""
         exact = replace(self.settings, backend=EXACT_BACKEND, deterministic=False)
         operands = {name: tensor.float() for name, tensor in given.items()}

@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Nothing unknown is left over: a command's parser is asked by this method, and what it left would be an error without its name."""
         parsed, unknown = super().parse_known_args(args, namespace)
-        if self.needs_model and parsed.model is None:
+        if hasattr(parsed, "model") and parsed.model is None:
             words = [word for word in unknown if word != "--"]
             if len(words) == 1 and not words[0].startswith("-"):
                 parsed.model, unknown = words[0], []

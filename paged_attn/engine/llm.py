@@ -16,7 +16,7 @@ from torch import nn
 from paged_attn.backends.devices import checked_device
 from paged_attn.chat.answers.answer_form import AnswerForm
 from paged_attn.chat.completion import ChatCompletion, ChatEvent
-from paged_attn.chat.several import Chats, chat_events
+from paged_attn.chat.several import CHAT_SETTINGS, Chats, chat_events
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.model.load_options import LoadOptions
@@ -154,6 +154,7 @@ class LLM(PoolingCalls):
         self._finish(requests, progress)
         return [request.completion() for request in requests]
 
+    @tells_names("LLM.chat", INTO_PARAMS | OTHER_CALL)
     def chat(
         self,
         messages: Sequence[Any],
@@ -168,6 +169,7 @@ class LLM(PoolingCalls):
         continue_final_message: bool = False,
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
+        reasoning_effort: str | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora: Loras = None,
         namespace: Any = None,
@@ -188,14 +190,16 @@ class LLM(PoolingCalls):
         """
         settings = {
             "tools": tools, "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls, "chat_template": chat_template,
-            "chat_template_kwargs": chat_template_kwargs or {}, "add_generation_prompt": add_generation_prompt,
+            "chat_template_kwargs": chat_template_kwargs, "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message, "tool_parser": tool_parser, "reasoning_parser": reasoning_parser,
+            "reasoning_effort": reasoning_effort,
         }  # fmt: skip
         chats = self._chats(messages, settings, one_of(params, sampling_params))
         requests = self._add(chats.texts, chats.params, namespace, priority, streamed=False, forms=chats.forms, lora=lora)
         self._finish(requests, progress)
         return [ChatCompletion.read(request.completion(), chats.forms[request.index]) for request in requests]
 
+    @tells_names("LLM.stream_chat", INTO_PARAMS | OTHER_CALL, CHAT_SETTINGS)
     def stream_chat(
         self,
         messages: Sequence[Any],

@@ -51,6 +51,15 @@ OTHER_SETTING = {
     "speculative_backend": "an LLM has no speculative decoding yet; leave it out",
     "seed": "each request has a seed of its own: SamplingParams(seed=...)",
     "disable_log_stats": "llm.engine.stats has the numbers; nothing is logged",
+    "torch_dtype": "dtype, as in dtype='float32'",
+    "cache_dir": "HF_HOME says where the Hub's files lie, PAGED_ATTN_CACHE where traced graphs do",
+    "device_map": "device='cuda' or 'cuda:1'; a model lies on one device whole, or is shared under torchrun (docs/parallel.md)",
+    "speculative_config": "an LLM has no speculative decoding yet; leave it out",
+    "compilation_config": "inductor, graphs and disable_passes say what is compiled and captured",
+    "pipeline_parallel_size": "start the program under torchrun with one process for each GPU (docs/parallel.md)",
+    "data_parallel_size": "one process for each GPU, and a load balancer (docs/parallel.md)",
+    "enable_auto_tool_choice": "leave it out: tools are always on; --tool-parser names a format that the template does not show",
+    "lora_modules": "loras={name: folder}, or --lora NAME=FOLDER as often as there are adapters",
     "enable_lora": "max_loras says how many adapters there is room for, loras={name: folder} loads them",
 }
 SAME_PARAM = {
@@ -81,6 +90,7 @@ OTHER_PARAM = {
 
 
 OTHER_CALL = {
+    "prompt_token_ids": "a prompt may be a list of token ids: generate([[1, 2, 3]])",
     "use_tqdm": "progress=True or False says whether a bar is drawn",
     "lora_request": "lora='name' chooses an adapter that LLM(..., loras={'name': folder}) has loaded",
     "tokenizer": "an LLM has one tokenizer: LLM(model, tokenizer=...)",
@@ -104,20 +114,23 @@ def familiar(given: Mapping[str, Any], same: Mapping[str, str]) -> dict[str, Any
 
 def with_hint(name: str, known: Collection[str], other: Mapping[str, str]) -> str:
     """A name that nobody knows here, in quotes, and what does that, or which name is near, if any comes near."""
-    near = next(iter(difflib.get_close_matches(name, [*known, *other], n=1)), "")
+    near = next(iter(difflib.get_close_matches(name, known, n=1)), "") or next(
+        iter(difflib.get_close_matches(name, other, n=1, cutoff=0.8)), ""
+    )
     hint = other.get(name) or (f"as {near}: {other[near]}" if near in other else f"did you mean {near}?" if near else "")
     return f"{name!r} ({hint})" if hint else repr(name)
 
 
-def tells_names(what: str, elsewhere: Mapping[str, str]) -> Callable[[F], F]:
+def tells_names(what: str, elsewhere: Mapping[str, str], more: Iterable[str] = ()) -> Callable[[F], F]:
     """For a function that takes keywords: its TypeError for one that it does not know says which name is near, or where it goes.
 
     Args:
         what: the function's name, for messages; elsewhere: names that belong to something else, and what to do with them.
+        more: names that it hands on, of its `**settings`.
     """
 
     def telling(function: F) -> F:
-        known = [name for name in inspect.signature(function).parameters if name != "self"]
+        known = [name for name in inspect.signature(function).parameters if name not in ("self", "settings")] + list(more)
 
         @functools.wraps(function)
         def checked(*args: Any, **given: Any) -> Any:

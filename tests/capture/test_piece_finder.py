@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext
 
 from paged_attn.capture.compiled import piece_finder
 from paged_attn.capture.compiled.piece_finder import Piece, pieces_of
@@ -114,3 +115,24 @@ def test_equal_pieces_of_other_symbols_are_seen_for_each(monkeypatch: pytest.Mon
 
     found, runs = of_function(function, [torch.randn(7, 3), torch.randn(5, 3)], monkeypatch)
     assert (len({piece.fingerprint for piece in found}), len({piece.sizes.symbols for piece in found}), len(runs)) == (1, 2, 2)
+
+
+def test_sizes_made_of_numbers_in_tensors_are_left_pending_by_no_run() -> None:
+    """Inductor refused the first piece of JetMoe, whose experts get parts of a list of lengths: of all pieces' symbols none was bound."""
+    pending: list[int] = []
+
+    def backend(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        pieces_of(split_graph(gm, frozenset({double})), [value_of(node) for node in gm.graph.nodes if node.op == "placeholder"])
+        fake_mode = TracingContext.get().fake_mode
+        assert fake_mode is not None and fake_mode.shape_env is not None
+        pending.append(len(fake_mode.shape_env.pending_fresh_unbacked_symbols))
+        return gm.forward
+
+    def in_parts(x: Tensor, counts: Tensor) -> Tensor:
+        first, second = x.split(counts.tolist())
+        return double(torch.cat([first + 1, second])) * 2
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
+        torch.compile(in_parts, backend=backend, fullgraph=True)(torch.ones(5), torch.tensor([2, 3]))
+    assert pending == [0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ PASSES = ("early_logits_gather", "merge_linears")
 class Traced:
     """A model whose graph is rewritten."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, passes: Sequence[str] = PASSES) -> None:
         self.checks: list[Callable[[], None]] = []
         run = CompiledGraph.check
 
@@ -32,7 +32,7 @@ class Traced:
             self.checks.append(lambda: run(graph, *given))
 
         with mock.patch.object(CompiledGraph, "check", kept):
-            self.runner = TracedRunner(model, CompileOptions(inductor=False, passes=PASSES))
+            self.runner = TracedRunner(model, CompileOptions(inductor=False, passes=tuple(passes)))
         self.graph = self.runner.compiled
 
     @property

@@ -22,7 +22,7 @@ from paged_attn.check.runs.choices import ChosenRun, Perturbation, PerturbedRun,
 from paged_attn.check.runs.served import HowToRun, Original
 from paged_attn.check.runs.tapped import TappedRun, Taps, WideRun
 from paged_attn.check.runs.traced_served import PiecewiseRun
-from tests.check.checked import Traced, refused
+from tests.check.checked import PASSES, Traced, refused
 from tests.check.planted import hook_a_row
 from tests.zoo.build import build
 
@@ -93,6 +93,16 @@ def test_pieces_that_round_otherwise_are_no_false_alarm(family: str, monkeypatch
         with monkeypatch.context() as undo:
             play_pieces(undo, play)
             assert refused(traced(family)) == ""
+
+
+def test_where_latents_follow_experts_another_choice_is_no_false_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and latents are no values of the original graph: what they are made of within a piece is that piece's own in both."""
+    checked = Traced(build("deepseek_v3", **MANY, num_hidden_layers=3).to(torch.bfloat16), (*PASSES, "latent_attention"))
+    assert any(layer.spec.describe().count("latent") for layer in checked.graph.rewrite.layers)
+    for seed in range(4):
+        with monkeypatch.context() as undo:
+            play_pieces(undo, rounding_at_random(seed))
+            assert refused(checked) == ""
 
 
 def with_equal_experts(family: str) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -77,3 +79,18 @@ def test_what_is_too_large_on_another_rank_is_not_looked_at_here(monkeypatch: py
     monkeypatch.setattr(windows, "_too_large", too_large)
     monkeypatch.setattr(windows, "_check", None)
     assert refused(checked) == "" and asked == [False, False] and ProbeSettings.any_rank is not alone
+
+
+def test_rows_that_are_rounded_further_than_those_of_a_probe_prompt_are_no_false_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As granitemoe_swa at its published width: of 137 keys some compete, and what rounding does there is measured there."""
+    checked, check = Traced(build_short("mistral", sliding_window=40)), windows._check
+
+    def with_smooth_prompts(served: Any, attention: Any, truth: Any, noise: Any, *more: Any) -> tuple[str, str]:
+        return check(served, attention, truth, mock.Mock(wraps=noise, limit=lambda _: 1e-8), *more)
+
+    monkeypatch.setattr(windows, "_check", with_smooth_prompts)
+    assert refused(checked) == ""
+    with checked.with_specs(lambda spec: replace(spec, sliding_window=39)):
+        assert "gives token 40 another output" in refused(checked)
+    monkeypatch.setattr(windows, "MULTIPLE", 0)
+    assert "gives token" in refused(checked)

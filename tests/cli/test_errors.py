@@ -75,15 +75,15 @@ def test_what_does_not_parse_is_one_line_with_what_was_meant(argv: list[str], sa
     assert line.removeprefix("paged-attn").lstrip(": ").startswith(said)
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve", "explain", "warmup"])
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "explain", "warmup", "backends", "tune"])
 @pytest.mark.parametrize(
     "argv",
     [
-        ["x", "--dtype", "auto"],
-        ["--dtype", "auto", "x"],
-        ["--model", "x", "--dtype", "auto"],
-        ["--dtype", "auto", "--model=x"],
-        ["--dtype", "auto", "--", "x"],
+        ["x", "--dtype", "float16"],
+        ["--dtype", "float16", "x"],
+        ["--model", "x", "--dtype", "float16"],
+        ["--dtype", "float16", "--model=x"],
+        ["--dtype", "float16", "--", "x"],
     ],
 )
 def test_a_model_is_given_with_and_without_its_flag(command: str, argv: list[str]) -> None:

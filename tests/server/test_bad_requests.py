@@ -127,6 +127,11 @@ def test_a_body_that_is_no_json_object_gets_400(running: Running, body: bytes, w
     assert status == 400 and words in error["message"]
 
 
+def test_a_field_that_is_null_is_not_given_whatever_its_name(running: Running) -> None:
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 1, "guided_json": None, "nobody_knows_it": None}
+    assert running.http.post("/v1/completions", json=body).status_code == 200
+
+
 def test_other_models_routes_and_methods(running: Running) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'; this server has 'tiny'"):
         running.client.completions.create(model="gpt", prompt="a")
@@ -134,13 +139,13 @@ def test_other_models_routes_and_methods(running: Running) -> None:
         running.client.models.retrieve("a/b")
     assert post(running, "/v1/completions", {"model": "\ud800", "prompt": "a"})[0] == 404
     status, error = post(running, "/chat/completions", {"model": MODEL})
-    assert status == 404 and "begins with /v1, which belongs to a client's base URL" in error["message"]
+    assert status == 404 and "a client's base URL is http://host:port/v1" in error["message"]
     for path, words in (
         ("/v1/nope", "what this server answers is listed at /docs"),
         ("/v1/load_lora_adapter", "started with --lora-folder DIR"),
     ):
         status, error = post(running, path, {})
-        assert status == 404 and words in error["message"] and "begins with /v1" not in error["message"]
+        assert status == 404 and words in error["message"] and "base URL" not in error["message"]
     assert running.http.head("/health").status_code == 200  # as load balancers ask
     status, error = post(running, "/v1/embeddings", {"input": "a"})
     assert status == 400 and "generates and has no embeddings; serve it with --task embed" in error["message"]

@@ -27,6 +27,17 @@ def test_a_text_becomes_tokens_and_they_become_the_text(running: Running) -> Non
     assert running.http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
 
 
+def test_the_longest_request_is_what_the_pool_holds_where_that_is_less_than_the_positions() -> None:
+    with serving(lambda: make_engine(tokenizer=tokenizer(), num_pages=11)) as small:
+        told = small.http.get("/v1/models").json()["data"][0]["max_model_len"]
+        assert (
+            told == small.http.post("/tokenize", json={"prompt": TEXT}).json()["max_model_len"] == small.engine.input_processor.room < 256
+        )
+        body = {"model": MODEL, "prompt": [4] * (told - 2), "max_tokens": 2, "ignore_eos": True}
+        assert small.http.post("/v1/completions", json=body).status_code == 200
+        assert small.http.post("/v1/completions", json={**body, "prompt": [4] * (told + 1)}).status_code == 400
+
+
 def test_special_tokens_are_added_unless_they_are_not_wanted() -> None:
     from tokenizers.processors import TemplateProcessing
 

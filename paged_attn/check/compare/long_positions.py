@@ -73,7 +73,7 @@ def _seen(served: Served, truth: Truth, position: int) -> Mapping[Any, Seen]:
         rows[:count] = truth.served(SHORTEST, name, boundary).reshape(rows[:count].shape).to(value.dtype)
         return copied
 
-    with without_attention(batch, served.kv_dtype), must_run("the model", f"a token at position {position}"):
+    with without_attention(batch, served.kv_dtype), must_run("the rewritten graph", f"a token at position {position}"):
         return served.run_pieces(batch, visit)
 
 

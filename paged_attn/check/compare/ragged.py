@@ -13,6 +13,8 @@ from paged_attn.check.runs.steps import Step, Steps, steps_of
 from paged_attn.check.runs.truth import LOGITS, Truth
 from paged_attn.tolerances import row_errors
 
+RAISED = "The attention backend raised it, or the model's code depends on the length: the traceback of this error's cause has the line."
+
 
 def compare_ragged(served: Served, truth: Truth, noise: Noise) -> list[Suspect]:
     """Run the steps of the probe prompts, each value between two pieces replaced by the truth once it has been compared.
@@ -24,7 +26,7 @@ def compare_ragged(served: Served, truth: Truth, noise: Noise) -> list[Suspect]:
     found: list[Suspect] = []
     for step in steps_of(truth.prompts, served.is_causal, truth.others):
         rows = RowsOfStep(step, truth, noise)
-        with steps.context(step) as context, must_run("the rewritten graph", f"a ragged batch ({step.name})"):
+        with steps.context(step) as context, must_run("the rewritten graph", f"a ragged batch ({step.name})", RAISED):
             logits = served.run(context.batch, rows.visit)
         rows.compare(LOGITS, logits[: len(rows.at)], None)
         found += rows.suspects

@@ -24,10 +24,10 @@ from paged_attn.recurrent.layer import RecurrentLayer
 VisitBoundary = Callable[[Boundary, Tensor], Tensor]
 
 
-def must_run(what: str, on: str) -> AbstractContextManager[None]:
+def must_run(what: str, on: str, why_not: str = "The model's code depends on the length.") -> AbstractContextManager[None]:
     """For calling a graph: one that breaks at another length than the traced one was specialised to that length."""
     failed = f"self-check failed: {what} cannot run {on}"
-    return model_code(lambda why: UnsupportedError(f"{failed}: {why}. The model's code depends on the length."))
+    return model_code(lambda why: UnsupportedError(f"{failed}: {why}. {why_not}"))
 
 
 class Seen(NamedTuple):

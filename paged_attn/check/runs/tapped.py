@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from paged_attn.attn_ops.ops.overloads import overloads_of
-from paged_attn.passes.fx.graph_tools import dtype_of, writes_in_place
+from paged_attn.passes.fx.graph_tools import dtype_of, writers_of, writes_in_place
 
 Visit = Callable[[str, Tensor], Tensor]
 _NARROW_METHODS = ("half", "bfloat16", "float")
@@ -108,6 +108,16 @@ class WideRun(TappedRun):
         self.narrow = narrow
         self.wide = wider(narrow)
         self.computed_as_it_is: set[str] = set()
+
+    def evaluate(self, nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], result: fx.Node) -> Any:
+        """`passes.fx.slicing.evaluate` in wider numbers; what something writes to is copied first."""
+        written = writers_of(nodes)
+        self.env = {node: value.clone() if node in written and isinstance(value, Tensor) else value for node, value in given.items()}
+        with torch.no_grad():
+            for node in nodes:
+                if node not in self.env:
+                    self.env[node] = self.run_node(node)
+        return self.env[result]
 
     def compute(self, n: fx.Node) -> Any:
         if n.op not in ("call_function", "call_method"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from paged_attn.check.runs.boundaries import Boundaries, Boundary
 from paged_attn.check.runs.choices import ChosenRun, PerturbedRun
 from paged_attn.check.runs.served import AS_IT_IS, HowToRun, Original, must_run
 from paged_attn.check.runs.steps import LONGEST
-from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, WideRun
+from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, WideRun, unchanged
 from paged_attn.check.runs.truth import Truth
 from paged_attn.compiled.graph_inputs import GraphInputs, logits_of
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
@@ -35,7 +34,7 @@ class TracedOriginal(Original):
 
     def __init__(self, compiled: RewrittenGraph, inputs: GraphInputs, boundaries: Boundaries) -> None:
         self.gm, self.inputs = compiled.original, inputs
-        self.taps = Taps(boundaries.names, boundaries.late, _inner_reads(self.gm.graph, boundaries.stages))
+        self.taps = Taps(boundaries.names, boundaries.late, _inner_reads(self.gm.graph, boundaries))
         self.recurrent = compiled.recurrent or ()
         self._modules = compiled.rewrite.modules
         self.min_tokens = compiled.rewrite.form.min_tokens
@@ -77,9 +76,9 @@ class TracedOriginal(Original):
     def padded_length(self, count: int) -> int:
         return count if count >= self.min_tokens else self.min_tokens + count
 
-    def attention(self, truth: Truth, layer: LayerReport, chosen: Tensor, _: dict[str, Tensor]) -> Tensor | str:
+    def attention(self, truth: Truth, layer: LayerReport, chosen: Tensor, _: dict[str, Tensor], wide: bool) -> Tensor | str:
         """[T, heads, v_dim] of a layer's own operations, mask and all, on these rows [T] of the longest probe prompt as one
-        sequence; or why that cannot be computed."""
+        sequence, in wider numbers or as they are; or why that cannot be computed."""
         name = layer.original_node
         if not layer.operands or not all(truth.has_rows(each.name) for each in layer.operands) or name not in truth.names:
             return "its operands are no rows of the graph"
@@ -91,21 +90,24 @@ class TracedOriginal(Original):
         given: dict[fx.Node, Any] = dict(zip((node for node in graph.nodes if node.op == "placeholder"), args, strict=True))
         given |= {node: truth.laid_out(node.name, truth.rows(LONGEST, node.name)[chosen]) for node in operands}
         inside = [node for node in ancestors(result, result, frozenset(operands)) if node not in operands]
+        if wide:
+            return Boundary(name, layer).as_written(WideRun(self.gm, Taps(()), unchanged, self.narrow).evaluate(inside, given, result))
         return Boundary(name, layer).as_written(evaluate(inside, given, result))
 
 
-def _inner_reads(graph: fx.Graph, stages: Mapping[str, int]) -> dict[str, frozenset[str]]:
+def _inner_reads(graph: fx.Graph, boundaries: Boundaries) -> dict[str, frozenset[str]]:
     """By boundary, the nodes that read it and are of the same piece: those that lead to one of its boundaries, and past no other. They go
     on with the value as it was computed, and what is forced there begins at the next piece, as in what is served. A value that something
     writes to has none, since two copies of it would be two.
 
-    Args:
-        stages: by boundary, the place of the piece that computes it, or of the op between pieces.
+    What an op between pieces is given comes from a piece before it, also where it is no boundary: the latents of an attention that is
+    served by them, say.
     """
+    stages, of_ops = boundaries.stages, {boundary.original for boundary in boundaries.written.values()}
     stage: dict[fx.Node, int] = {}
     last = max(stages.values(), default=0)
     for node in reversed(graph.nodes):
-        stage[node] = stages.get(node.name, min((stage[user] for user in node.users), default=last))
+        stage[node] = stages.get(node.name, min((stage[user] - (user.name in of_ops) for user in node.users), default=last))
     written = written_names(graph)
     return {
         node.name: inner

@@ -32,7 +32,7 @@ class TracedServed(Served):
 
     otherwise = "compile=False hooks the model's attention instead of rewriting its graph"
     more_than_attention = (
-        "A pass changed more than it may: merge_linears=False, early_logits_gather=False and gemv=False switch the optional ones off; "
+        "A pass changed more than it may: disable_passes=(NAME, ...) leaves optional ones out, which `paged-attn passes` lists; "
         "compile=False traces nothing"
     )
 

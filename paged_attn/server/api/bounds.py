@@ -24,7 +24,13 @@ MAX_SCHEMA_TEXT = 256 << 10
 MAX_TOOLS_VALUES, MAX_TOOLS_TEXT = 16 << 10, 128 << 10  # of all tools together
 # Fields that a body does not have, and the one of ours that means the same, or what to do.
 SAME_FIELD = {**SAME_PARAM, "max_new_tokens": "max_tokens", "prompts": "prompt"}
-OTHER_FIELD = {**OTHER_PARAM, "add_special_tokens": "send token ids, which /tokenize gives"}
+OTHER_FIELD = {
+    **OTHER_PARAM,
+    "add_special_tokens": "send token ids, which /tokenize gives",
+    "chat_template": "the server has one: --chat-template; chat_template_kwargs are its variables",
+    "enable_thinking": 'use chat_template_kwargs={"enable_thinking": ...}',
+    "thinking": "use chat_template_kwargs, as the template calls it",
+}
 MAX_COMPARED = 64  # characters of such a name
 
 
@@ -122,7 +128,9 @@ class Closed(BaseModel):
         if not isinstance(values, dict):
             return values
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        if (unknown := next((name for name in values if name not in known and name not in cls.ignored), None)) is not None:
+        if (
+            unknown := next((name for name, value in values.items() if value is not None and name not in known | cls.ignored), None)
+        ) is not None:
             raise unknown_field(unknown, _field_instead(unknown, known))
         return {name: value for name, value in values.items() if name in known}
 

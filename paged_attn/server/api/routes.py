@@ -182,7 +182,7 @@ def _ready(request: Request, body: Body) -> tuple[ServerState, Engine, Texts]:
 
 def _model(state: ServerState, name: str) -> dict[str, Any]:
     engine = state.llm.thread.engine
-    limit = engine.limits.max_positions if engine is not None else None
+    limit = engine.input_processor.room if engine is not None else None
     model = {"id": name, "object": "model", "created": state.created, "owned_by": "paged_attn", "max_model_len": limit}
     return model if name == state.settings.model_name else {**model, "parent": state.settings.model_name}
 

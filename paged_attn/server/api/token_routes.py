@@ -61,7 +61,7 @@ async def tokenize(request: Request, body: TokenizeBody) -> Response:
         (prompt,) = await _prompts(request, body, texts)
         ids = list(prompt.token_ids)
         strings = await texts.pieces_of(ids, caller_of(request).tenant) if body.return_token_strs else None
-        reply = {"count": len(ids), "max_model_len": engine.limits.max_positions, "tokens": ids, "token_strs": strings}
+        reply = {"count": len(ids), "max_model_len": engine.input_processor.room, "tokens": ids, "token_strs": strings}
         return JSONResponse(reply)
 
     return await answered(request, work)

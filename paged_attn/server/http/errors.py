@@ -104,7 +104,7 @@ def _cut(text: str, most: int) -> str:
 
 
 LISTED = "; what this server answers is listed at /docs"
-WAY = "; what this server answers begins with /v1, which belongs to a client's base URL (http://host:port/v1), and is listed at /docs"
+WAY = "; a client's base URL is http://host:port/v1; all routes are listed at /docs"
 LORAS = "; clients load and unload adapters where the server was started with --lora-folder DIR"
 
 

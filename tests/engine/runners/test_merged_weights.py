@@ -110,9 +110,7 @@ def test_the_self_check_looks_at_the_merged_weights(monkeypatch: pytest.MonkeyPa
         return bound
 
     monkeypatch.setattr(traced_runner, "bind_merged", swapped)
-    with pytest.raises(
-        UnsupportedError, match=r"what is served computes something else in model\.layers\.1\.self_attn .*merge_linears=False"
-    ):
+    with pytest.raises(UnsupportedError, match=r"what is served computes something else in model\.layers\.1\.self_attn .*disable_passes="):
         llm_of(model_of())
 
 
