@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import logging
 import pickle
+import sys
 import time
 from collections.abc import Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, replace
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton import knobs
 from triton.runtime import JITFunction, driver
 
 from paged_attn.attn_ops.batch.batch import Batch
-from paged_attn.backends.compile_job import Boxes, Job
-from paged_attn.backends.compile_notes import note_of
+from paged_attn.backends.compile_job import Boxes, Job, settle_key
 from paged_attn.backends.compile_pool import Jobs, Workers
-from paged_attn.backends.kernel_keys import settle_key
 
 logger = logging.getLogger("paged_attn")
 LONG_TO_LOAD = 1.0  # seconds, of a kernel from the disk
@@ -119,3 +122,16 @@ def _specialised(argument: Any, never: bool) -> Hashable:
     if isinstance(argument, int) and not never:
         return argument == 1, argument % 16 == 0
     return type(argument).__name__
+
+
+def note_of(kernel: JITFunction, told: Hashable, constants: Hashable, target: object) -> Path:
+    """The empty file in Triton's cache on disk that says that a variant lies there, so that a second start asks no process for it.
+
+    Where it is wrong (another assembler, a part of Triton's cache that is gone), the launch compiles the variant.
+
+    Args:
+        told: what Triton looks at of the arguments; with `constants`, whatever makes another variant has another `repr`.
+        target: the GPU, as Triton knows it.
+    """
+    of = (kernel.__module__, kernel.__name__, kernel.cache_key, told, constants, target, triton.__version__, sys.implementation.cache_tag)
+    return Path(knobs.cache.dir, "compiled_ahead", sha256(repr(of).encode()).hexdigest())

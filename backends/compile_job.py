@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from paged_attn.backends.kernel_keys import settle_key
+from triton.runtime import JITFunction
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Job:
         module, name: where the @triton.jit function is.
         target: the GPU, as Triton knows it.
         arguments: as it is launched with, but a dtype for a tensor.
-        note: the file to leave when it is done, see `compile_notes`.
+        note: the file to leave when it is done, see `compile_ahead.note_of`.
         launcher: have what calls the kernel written as well, where Triton makes one in C (up to 3.6, for each signature).
     """
 
@@ -103,3 +104,24 @@ def _without_memory(argument: Any) -> Any:
 def _for_warmup(argument: Any) -> Any:
     """A descriptor is one of a tensor."""
     return replace(argument, tensor=torch.empty(8, dtype=argument.tensor)).descriptor() if isinstance(argument, Boxes) else argument
+
+
+def settle_key(kernel: object) -> None:
+    """Before anything asks for the key of `kernel`, a @triton.jit function: functions get theirs after those that they call.
+
+    A kernel's key names the constants of the functions it calls only where those had keys before (Triton 3.6 and 3.7, `_update_hash` in
+    triton/runtime/jit.py). So it depended on what else a process had launched, and a kernel compiled by one was compiled again by the next.
+    """
+    if not isinstance(kernel, JITFunction) or kernel.hash is not None:  # the interpreter's have no key
+        return
+    for called in _called(kernel):
+        settle_key(called)
+    kernel.cache_key  # noqa: B018  # kept in `hash`
+
+
+def _called(kernel: JITFunction) -> Iterator[object]:
+    names, known = kernel.fn.__code__.co_names, kernel.fn.__globals__
+    modules = [each for name in names if isinstance(each := known.get(name), ModuleType)]
+    for name in names:
+        yield known.get(name)
+        yield from (getattr(module, name, None) for module in modules)

@@ -1,11 +1,11 @@
-"""Times the two ways of latent attention (absorbed, expanded) of one layer against what `choose.py` would take.
+"""Times the two ways of latent attention (absorbed, expanded) of one layer against what `step.expands` would take.
 
 python benchmarks/latent.py [--device cuda --dtype bfloat16 --heads 16 [--pytorch]]    # per shape milliseconds of both, and the choice
 
 latent_decode.py times decode steps on a GPU.
 
 A request of `new` tokens extends `cached` ones. The factor that makes the operations of both agree with their times is printed last;
-`choose.py` counts with 1.
+`step.expands` counts with 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
 from paged_attn.attn_ops.specs.latent import HeadRows, LatentSpec
 from paged_attn.backends.attention.base import AttentionBackend
-from paged_attn.backends.attention.latent import choose, step
+from paged_attn.backends.attention.latent import step
 from paged_attn.backends.attention.triton.backend import TritonBackend
 from paged_attn.backends.selection.select import select_for_pool
 
@@ -76,10 +76,10 @@ def main() -> int:
     print(f"{'new':>5} {'cached':>6} {'absorbed ms':>11} {'expanded ms':>11}  takes")
     for new, cached in SHAPES + (LONGER if device.type == "cuda" else ()):
         absorbed, expanded = (milliseconds(spec, new, cached, expand, dtype, device) for expand in (False, True))
-        takes = "expanded" if choose.expands(spec, new, cached) else "absorbed"
+        takes = "expanded" if step.expands(spec, new, cached) else "absorbed"
         print(f"{new:5} {cached:6} {absorbed:11.2f} {expanded:11.2f}  {takes}", flush=True)
         if new > 1:
-            operations = choose.absorbed_operations(spec, new, cached) / choose.expanded_operations(spec, new, cached)
+            operations = step.absorbed_operations(spec, new, cached) / step.expanded_operations(spec, new, cached)
             costs.append(absorbed / expanded / operations)
     print(f"absorbed operations cost {statistics.median(costs):.2f} of expanded ones, {min(costs):.2f} to {max(costs):.2f}")
     return 0

@@ -5,17 +5,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paged_attn.attn_ops.batch.checks import refuse, refuse_extensions
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
 from paged_attn.attn_ops.batch.requests import BatchRequest, RequestColumns, StateCheckpoint
 from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape, fields
+from paged_attn.attn_ops.errors import UnsupportedError
 
 __all__ = ["Batch", "BatchRequest", "ForwardMode", "RequestColumns", "StateCheckpoint"]
 
@@ -128,12 +128,12 @@ class Batch:
         need = (seq_lens + (page_size - 1)) // page_size  # pages
         later = 0 if columns.lengths is None else columns.lengths - seq_lens
         if ((cached | (new - 1) | (counts - need) | logits | (new - logits) | later) < 0).any():
-            refuse(columns.rows(), page_size)
+            _refuse(columns.rows(), page_size)
         one_each = num_tokens == num_real == num_logits  # as each has one token at least, and no more logits than tokens
         if shape is None:
             shape = StepShape.smallest(num_tokens, num_logits)
         elif shape.requests is not None and not (one_each and cached.all()):
-            refuse_extensions(columns.rows(), shape)
+            _refuse_extensions(columns.rows(), shape)
         shape.check(num_tokens, num_logits, num_real)
 
         width, num_dummies = columns.page_table.shape[1], (shape.requests or num_real) - num_real
@@ -157,7 +157,7 @@ class Batch:
         elif num_groups > 1 and num_real:
             raise ValueError(f"the buffers are for {num_groups} groups of layers, and the step has one page table; give `group_tables`")
         elif np.count_nonzero(table > 0) < counts.sum() and ((table < 1) & (np.arange(width) < need[:, None])).any():
-            refuse(columns.rows(), page_size)
+            _refuse(columns.rows(), page_size)
 
         seq_lens_out[:num_real], query_lens_out[:num_real], state_slots[:num_real] = seq_lens, new, columns.state_slots
         request_lens[:num_real] = seq_lens if columns.lengths is None else columns.lengths
@@ -230,3 +230,45 @@ def mode_of(cached: NDArray[np.int64], new: NDArray[np.int64]) -> ForwardMode:
     if not decoding:
         return ForwardMode.EXTEND if new.size else ForwardMode.IDLE
     return ForwardMode.DECODE if decoding == new.size else ForwardMode.MIXED
+
+
+def _refuse(requests: Sequence[BatchRequest], page_size: int) -> NoReturn:
+    """Raises ValueError for the first request that no batch may hold."""
+    for index, request in enumerate(requests):
+        _check(index, request, page_size)
+    raise AssertionError("a batch was refused whose requests are all right")
+
+
+def _refuse_extensions(requests: Sequence[BatchRequest], shape: StepShape) -> NoReturn:
+    """Raises ValueError for the first request that is no decode step with one logit."""
+    for index, request in enumerate(requests):
+        if len(request.tokens) != 1 or request.num_cached < 1 or request.num_logits != 1:
+            raise ValueError(
+                f"request {index} has {len(request.tokens)} new tokens after {request.num_cached} cached ones and wants "
+                f"{request.num_logits} logits, but {shape} takes decode steps: one new token after cached ones, and its logits; "
+                "give a shape without `requests`"
+            )
+    raise AssertionError("a batch was refused whose requests all decode")
+
+
+def _check(index: int, request: BatchRequest, page_size: int) -> None:
+    count = len(request.tokens)
+    if request.num_cached < 0:
+        raise ValueError(f"request {index} has num_cached={request.num_cached}; allowed are 0 and above")
+    need = -(-(request.num_cached + count) // page_size)
+    if count < 1:
+        raise ValueError(f"request {index} of the batch has no new token; leave it out of this step")
+    if len(request.pages) < need:
+        raise UnsupportedError(
+            f"request {index} has {len(request.pages)} pages of {page_size} tokens, but {request.num_cached} cached + "
+            f"{count} new tokens need {need}; allocate {need - len(request.pages)} more"
+        )
+    if (lowest := min(request.pages[:need])) < 1:
+        raise ValueError(f"request {index} lists page {lowest}; page 0 is reserved for padding, so take pages from a PageAllocator")
+    if request.length and request.length < request.num_cached + count:
+        raise ValueError(
+            f"request {index} has length={request.length}; allowed are 0 and {request.num_cached + count} and above, as it has "
+            f"{request.num_cached} cached and {count} new tokens in this step"
+        )
+    if not 0 <= request.num_logits <= count:
+        raise ValueError(f"request {index} wants {request.num_logits} logits of {count} new tokens; allowed are 0 to {count}")

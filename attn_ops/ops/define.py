@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _library = torch.library.Library("paged_attn", "DEF")
@@ -61,3 +61,10 @@ class GpuKernel:
     def __call__(self, tensor: Tensor, *arguments: Any) -> Any:
         """Its result; None for a tensor that lies elsewhere, and for what no kernel serves."""
         return self._kernel(tensor, *arguments) if self._kernel is not None and tensor.is_cuda else None
+
+
+def overloads_of(target: Any) -> tuple[OpOverload, ...]:
+    """What a node of this target may call: an overload itself, all overloads of a packet (Dynamo's `torch.ops.mylib.op`), nothing else."""
+    if isinstance(target, OpOverloadPacket):
+        return tuple(getattr(target, name) for name in target.overloads())
+    return (target,) if isinstance(target, OpOverload) else ()

@@ -10,17 +10,14 @@ from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.attn_ops.ops.dual_chunk import DUAL_CHUNK_ATTENTION
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
-from paged_attn.attn_ops.ops.linears.linear import LINEAR
-from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
+from paged_attn.attn_ops.ops.linears.linear import LINEAR, LINEAR_FLOAT32
 from paged_attn.attn_ops.ops.linears.lora import LORA, LORA_UP
 from paged_attn.attn_ops.ops.module import MODULE
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS, REQUEST_LENGTHS
 from paged_attn.attn_ops.ops.recompute import RECOMPUTE_ATTENTION
 from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
 from paged_attn.attn_ops.ops.routing import ROUTE
-from paged_attn.attn_ops.ops.scans.gated_delta import GATED_DELTA_RULE, KDA
-from paged_attn.attn_ops.ops.scans.mamba import MAMBA1_SCAN, MAMBA2_SCAN
-from paged_attn.attn_ops.ops.scans.short_conv import SHORT_CONV
+from paged_attn.attn_ops.ops.scans import GATED_DELTA_RULE, KDA, MAMBA1_SCAN, MAMBA2_SCAN, SHORT_CONV
 
 
 @dataclass(frozen=True)

@@ -172,3 +172,10 @@ def zero_padding(batch: Batch, output: Tensor, lse_out: Tensor | None) -> None:
         output[batch.num_tokens :].zero_()
         if lse_out is not None:
             lse_out[batch.num_tokens :].zero_()
+
+
+def slopes_of(spec: AttentionSpec, device: torch.device) -> Tensor | None:
+    """[q_heads] float32, or None without ALiBi. To be kept per layer: making it copies from the host."""
+    if spec.alibi_slopes is None:
+        return None
+    return torch.tensor(spec.alibi_slopes, dtype=torch.float32).to(device, non_blocking=True)

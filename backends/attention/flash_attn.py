@@ -17,8 +17,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.backends.attention.alibi import slopes_of
-from paged_attn.backends.attention.base import AttentionCall, StoringBackend
+from paged_attn.backends.attention.base import AttentionCall, StoringBackend, slopes_of
 from paged_attn.backends.attention.capabilities import DECODE_GRAPHS, Capabilities, Feature, Span
 from paged_attn.backends.attention.flash_style import finish, for_kernel, key_starts, window_of
 from paged_attn.backends.needs import HALF, Requirement, importing

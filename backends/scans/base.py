@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from paged_attn.attn_ops.ops.scans.kernels import Kernel
+from paged_attn.attn_ops.ops.scans import Kernel
+from paged_attn.attn_ops.scans.state_rows import Extends, Wave
 from paged_attn.backends.needs import Needs, names_of, unmet_needs
 
 # Functions of `attn_ops/scans/`, which say what is right, and what takes their places.
 Kernels = Mapping[Callable[..., None], Kernel]
 OPS = frozenset({"short_conv", "gated_delta_rule", "kda", "mamba2_scan", "mamba1_scan"})
+# Rows of each given tensor, the wave, and the states [N, ...] before its segments -> output rows, and the states after them.
+Sequences = Callable[[Sequence[Tensor], Wave, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -55,3 +59,15 @@ class ScansBackend(ABC):
         Raises:
             ImportError: a package that it needs does not load.
         """
+
+
+def run_by_segments(given: Sequence[Tensor], output: Tensor, states: Tensor, extends: Extends, run: Sequences) -> None:
+    """`run` for the first segments of all requests, then for the second ones, and so on; mostly there is one.
+
+    A segment starts from what the dtype of `states` has made of the state before it, as whoever starts there does.
+    """
+    now = extends.before(states)
+    for wave in extends.waves:
+        result, after = run([each[wave.rows] for each in given], wave, now[wave.owners])
+        output[wave.rows] = result.to(output.dtype)
+        now[wave.owners] = states[wave.targets] = after.to(states.dtype)

@@ -17,8 +17,7 @@ from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend
 from paged_attn.attn_ops.scans.kda import kda_extend
 from paged_attn.attn_ops.scans.state_rows import Extends, Wave
 from paged_attn.backends.needs import Needs, Requirement
-from paged_attn.backends.scans.base import Kernels, ScanProblem, ScansBackend
-from paged_attn.backends.scans.by_segments import run_by_segments
+from paged_attn.backends.scans.base import Kernels, ScanProblem, ScansBackend, run_by_segments
 
 MOST = 256  # of a key
 

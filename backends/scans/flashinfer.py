@@ -16,8 +16,7 @@ from torch import Tensor
 from paged_attn.attn_ops.scans.gated_delta import EPS, gated_delta_extend
 from paged_attn.attn_ops.scans.state_rows import Extends, Wave
 from paged_attn.backends.needs import FLASHINFER, HALF, Needs
-from paged_attn.backends.scans.base import Kernels, ScanProblem, ScansBackend
-from paged_attn.backends.scans.by_segments import run_by_segments
+from paged_attn.backends.scans.base import Kernels, ScanProblem, ScansBackend, run_by_segments
 
 SIZE = 128  # of keys and values
 

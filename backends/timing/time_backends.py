@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.current_device import current_device
+from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.devices import default_device
 from paged_attn.backends.timing.inputs import Inputs
 from paged_attn.backends.timing.problem import TimedProblem
-from paged_attn.backends.timing.reference import relative_error, row_attention
 from paged_attn.backends.timing.run import Timing, WrongResultError, time_all
 
 __all__ = ["TimedProblem", "Timing", "time_backends"]
 
 # Largest error of a row, relative to the row: what rounding inputs and probabilities to the dtype explains.
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+SCORE_BYTES = 1 << 30
 
 
 def time_backends(
@@ -83,3 +84,59 @@ def _checked(inputs: Inputs, expected: Mapping[int, Tensor], wrong_slots: int) -
                 f"relative error {error:.3g} in layer {layer} against the float32 reference; allowed is {tolerance:g}, so it was not timed"
             )
     return max(found.values())
+
+
+def row_attention(inputs: Inputs, layer: int) -> Tensor:
+    """What `layer` must give: [T, q_heads, v_dim] float32, from the K and V in the pool. It shares no code with any backend."""
+    batch, spec, results, row = inputs.batch, inputs.pool.layers[layer], [], 0
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # not TF32
+    try:
+        for request, (new, length) in enumerate(zip(batch.query_lens_host, batch.seq_lens_host, strict=True)):
+            pages = batch.page_table[request, : -(-length // batch.page_size)].long()
+            # [kv_heads, length, dim]
+            keys, values = (pool[pages].flatten(0, 1)[:length].transpose(0, 1).float()
+                            for pool in (inputs.pool.key(layer), inputs.pool.value(layer)))  # fmt: skip
+            query = inputs.query[layer, row : row + new]
+            step = max(1, SCORE_BYTES // (4 * 4 * spec.num_q_heads * length))  # some four tensors of scores
+            for start in range(0, new, step):
+                some = query[start : start + step].float()
+                results.append(_attention(spec, some, keys, values, length - new + start, inputs.sinks))
+            row += new
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return torch.cat(results)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest error of a row [.., dim], over the row's norm (at least a tenth of the rows' mean); NaN where anything is NaN."""
+    norm = expected.norm(dim=-1)
+    return float(((actual.float() - expected).norm(dim=-1) / norm.clamp(min=norm.mean() / 10)).max())
+
+
+def _attention(spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor, first: int, sinks: Tensor | None) -> Tensor:
+    """query [Q, q_heads, dim] at positions first, first + 1, ...; keys and values [kv_heads, K, dim]."""
+    count, heads = query.shape[0], (spec.num_kv_heads, spec.group_size)
+    grouped = query.permute(1, 0, 2).reshape(heads[0], heads[1] * count, -1)
+    scores = (grouped @ keys.transpose(1, 2)).view(*heads, count, -1) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    i = torch.arange(first, first + count, device=query.device)[:, None]
+    j = torch.arange(keys.shape[1], device=query.device)
+    if spec.alibi_slopes is not None:
+        scores = scores + scores.new_tensor(spec.alibi_slopes).view(*heads, 1, 1) * (j - i)
+    hidden = torch.zeros_like(i + j, dtype=torch.bool)
+    if spec.causal:
+        hidden = hidden | (j > i)
+    if spec.sliding_window is not None:
+        hidden = hidden | (j <= i - spec.sliding_window)
+    if spec.window_ahead is not None:
+        hidden = hidden | (j >= i + spec.window_ahead)
+    if spec.chunk is not None:
+        hidden = hidden | (i // spec.chunk != j // spec.chunk)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    total = scores.logsumexp(-1, keepdim=True)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.float().view(*heads, 1, 1))
+    weights = torch.exp(scores - total).view(heads[0], heads[1] * count, -1)
+    return (weights @ values).view(*heads, count, -1).flatten(0, 1).transpose(0, 1)

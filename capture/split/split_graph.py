@@ -11,7 +11,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.passes.split_module import split_module
 
-from paged_attn.attn_ops.ops.overloads import overloads_of
+from paged_attn.attn_ops.ops.define import overloads_of
 from paged_attn.capture.split.split_ops import is_split_op
 
 _NAME = "name_before_split"

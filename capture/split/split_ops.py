@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+from paged_attn.attn_ops.ops.define import overloads_of
 from paged_attn.attn_ops.ops.kinds import KINDS
-from paged_attn.attn_ops.ops.overloads import overloads_of
 
 _split_ops: set[OpOverload] = {kind.op for kind in KINDS if kind.splits}
 

@@ -1,4 +1,4 @@
-"""Numbers of an engine at one moment, for other threads to read."""
+"""What others are told of the engine's thread: the engine's numbers at one moment, and what happens, when it does."""
 
 from __future__ import annotations
 
@@ -59,3 +59,12 @@ class EngineSnapshot:
             preemptions=scheduler.stats.preemptions, waiting_of=dict(scheduler.waiting.count_of),
             pages_of=kv.use_by_retention(pool.page_elements * pool.dtype.itemsize),
         )  # fmt: skip
+
+
+class Observer:
+    """Called on the engine's thread; this one does not care. Seconds are wall time; of requests since they arrived."""
+
+    def step(self, seconds: float) -> None: ...
+    def step_failed(self) -> None: ...
+    def first_token(self, seconds: float) -> None: ...
+    def ended(self, outcome: str, seconds: float) -> None: ...

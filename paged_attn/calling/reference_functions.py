@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-
-from paged_attn.calling.forward_scopes import forward_scopes
 
 _HUB = "transformers.integrations.hub_kernels"  # whose decorator chooses a package's function, and keeps the other as __wrapped__
 _lock = threading.Lock()
@@ -49,3 +47,9 @@ def _is_of_a_package(value: object) -> bool:
     if not inspect.isfunction(value) or value.__globals__.get("__name__") != _HUB or not hasattr(value, "__wrapped__"):
         return False
     return bool(inspect.getclosurevars(value).nonlocals.get("is_new_implementation", True))
+
+
+def forward_scopes(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """The globals of the forwards of these modules and of those inside them, each once."""
+    forwards = [inspect.unwrap(kind.forward) for kind in dict.fromkeys(type(part) for module in modules for part in module.modules())]
+    return list({id(each.__globals__): each.__globals__ for each in forwards if inspect.isfunction(each)}.values())

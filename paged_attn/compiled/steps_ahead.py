@@ -20,12 +20,9 @@ from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.attn_ops.ops.define import body_of
 from paged_attn.attn_ops.ops.dual_chunk import DUAL_CHUNK_ATTENTION
 from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
-from paged_attn.attn_ops.ops.linears.linear import LINEAR, one_row
-from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
+from paged_attn.attn_ops.ops.linears.linear import LINEAR, LINEAR_FLOAT32, one_row
 from paged_attn.attn_ops.ops.routing import ROUTE
-from paged_attn.attn_ops.ops.scans.gated_delta import GATED_DELTA_RULE, KDA
-from paged_attn.attn_ops.ops.scans.mamba import MAMBA1_SCAN, MAMBA2_SCAN
-from paged_attn.attn_ops.ops.scans.short_conv import SHORT_CONV
+from paged_attn.attn_ops.ops.scans import GATED_DELTA_RULE, KDA, MAMBA1_SCAN, MAMBA2_SCAN, SHORT_CONV
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
 from paged_attn.backends.selection.scans import scans_backend

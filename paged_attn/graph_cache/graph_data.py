@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from paged_attn.attn_ops.ops.define import overloads_of
 from paged_attn.attn_ops.ops.kinds import KINDS
-from paged_attn.attn_ops.ops.overloads import overloads_of
 from paged_attn.graph_cache.allowed_calls import ATTRIBUTES, FUNCTIONS, METHODS, MODULES, OP_TEXTS, OP_TYPES, OPS_REFUSED
 from paged_attn.hashing.stable_hasher import Indescribable, tensor_bytes
 from paged_attn.passes.fx.graph_tools import TRACED_DTYPE, dtype_of

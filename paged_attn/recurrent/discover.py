@@ -24,8 +24,7 @@ from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.passes.fx.model_facts import model_device
 from paged_attn.recurrent.cache_state import CacheTemplate, Path, leaves_of, name_of
-from paged_attn.recurrent.kept_attributes import KeptAttributes, call_with_attributes
-from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.layer import KeptAttributes, RecurrentLayer, call_with_attributes
 from paged_attn.recurrent.verify import verified
 from paged_attn.recurrent.watching.attributes import attribute_states, calls_of, owners_of, without_unused
 from paged_attn.recurrent.watching.call_parts import LONG, SHORT, layer_of, refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,8 +15,11 @@ from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
 from paged_attn.backends.scans.base import Kernels
 from paged_attn.backends.selection.scans import ScanSelection, kernels_of
 from paged_attn.recurrent.cache_state import CacheTemplate
-from paged_attn.recurrent.kept_attributes import call_with_attributes
-from paged_attn.recurrent.mapped import mapped
+
+_KEYS = [
+    getattr(torch._C.DispatchKey, name)
+    for name in ("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode", "FuncTorchBatched", "FuncTorchVmapMode")
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,3 +190,36 @@ class RecurrentLayer:
             output, now = self.run([value[:, token : token + 1] for value in inputs], now)
             outputs.append(output)
         return outputs, now
+
+
+def mapped(function: Callable[..., Any], *args: Any) -> Any:
+    """`torch.func.vmap(function)(*args)`, also inside an op: while a step is recorded, the dispatcher skips vmap there and would run the
+    op's own parts on tensors that no kernel knows."""
+    skipped = torch._C._dispatch_tls_local_exclude_set()
+    for key in _KEYS:
+        skipped = skipped.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), skipped):
+        return torch.func.vmap(function)(*args)
+
+
+class KeptAttributes:
+    """State in plain attributes of modules, kept for each request as if it lay in a cache: `values` of a module's attributes and of those
+    inside it, by path below it."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+
+def call_with_attributes(module: nn.Module, arguments: dict[str, Any], kept: KeptAttributes) -> Any:
+    """What a module returns that starts from these states; `kept` then has those after the call."""
+    owners = {path: (module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in kept.values}
+    before = {path: getattr(owner, name) for path, (owner, name) in owners.items()}
+    try:
+        for path, (owner, name) in owners.items():
+            setattr(owner, name, kept.values[path])
+        result = module(**arguments)
+        kept.values = {path: getattr(owner, name) for path, (owner, name) in owners.items()}
+        return result
+    finally:
+        for path, (owner, name) in owners.items():
+            setattr(owner, name, before[path])

@@ -13,7 +13,7 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv.state_pool import StatePool
-from paged_attn.attn_ops.ops.scans.kernels import Kernel
+from paged_attn.attn_ops.ops.scans import Kernel
 from paged_attn.attn_ops.scans.state_rows import Extends, RecurrentPlan, StateRows
 from paged_attn.backends.scans.base import Kernels
 from paged_attn.calling.evaluating import evaluating

@@ -14,7 +14,8 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import NoAttention
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.kv.kv_pool import KVPool, page_elements
+from paged_attn.attn_ops.kv.layer_groups import LENGTH, LayerGroup
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.selection.select import select
 from paged_attn.calling.call_signature import few_ids, takes, token_argument
@@ -26,8 +27,9 @@ from paged_attn.dynamo_backend import add_graphs, graphs_of
 from paged_attn.engine.tracing.trace_failure import not_traced
 from paged_attn.passes.fx.model_facts import model_device, model_dtype
 from paged_attn.recurrent.states import ContextWithStates, states_of
-from paged_attn.report.explanation import Explanation, GraphExplanation
-from paged_attn.report.page_groups import memory_lines
+from paged_attn.report.explanation import Explanation, GraphExplanation, ranges
+
+MIB = 2**20
 
 if TYPE_CHECKING:
     from paged_attn.engine.engine import Engine
@@ -152,3 +154,44 @@ def _auto_backend(model: nn.Module, graphs: list[CompiledGraph]) -> tuple[str | 
     except UnsupportedError as error:
         return None, str(error)
     return selection.backend.name, f"{selection.describe()} [what 'auto' picks for page size {PAGE_SIZE}]"
+
+
+if TYPE_CHECKING:
+    from paged_attn.engine.engine import Engine
+
+
+def memory_lines(engine: Engine) -> list[str]:
+    """How pages and recurrent states share the memory, and who has the states now; how long keys last; then `page_lines`."""
+    kv, slots = engine.kv, engine.budget.slots
+    lines = [f"  memory       {engine.budget.describe(engine.pool.num_pages)}"]
+    if slots.total:
+        running, kept = kv.states.num_in_use, kv.states.num_snapshots
+        free = slots.most_running - running - kept
+        lines.append(f"               {running} states of requests, {kept} of kept prefixes, {free} slots free now")
+    if borders := engine.limits.length_borders:
+        more = " or ".join(f"{border:,}" for border in borders)
+        lines.append(f"  longrope     a request of more than {more} tokens has other keys: one that comes to have more is computed anew")
+    return [*lines, *page_lines(engine)]
+
+
+def page_lines(engine: Engine) -> list[str]:
+    """A line for each kind of group, with what it takes now, and one that says what a long request takes; none without groups."""
+    pool, tokens, size = engine.pool, engine.limits.max_positions or LENGTH, engine.config.page_size
+    if not pool.groups:
+        return []
+    tokens, frame_bytes = min(tokens, LENGTH), pool.page_elements * pool.dtype.itemsize
+    kinds: dict[str, list[LayerGroup]] = {}
+    for group in pool.groups:
+        kinds.setdefault(group.keeps.describe(), []).append(group)
+    lines = []
+    for keeps, groups in kinds.items():
+        pages, nbytes = engine.kv.use_by_retention(frame_bytes)[keeps]
+        lines.append(f"  pages        {_tables(groups)} keep {keeps}: {pages:,} pages, {nbytes / MIB:,.1f} MiB now")
+    each = sum(group.keeps.pages(tokens, size) for group in pool.groups) * frame_bytes
+    before = -(-tokens // size) * page_elements(pool.layers, size) * pool.dtype.itemsize
+    return [*lines, f"               a request of {tokens:,} tokens takes {each / MIB:,.1f} MiB, and {before / MIB:,.1f} with one table"]
+
+
+def _tables(groups: Sequence[LayerGroup]) -> str:
+    """`layers 0, 1 | 3, 4`: with a bar between tables."""
+    return "layers " + " | ".join(ranges(group.layers) for group in groups)

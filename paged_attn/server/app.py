@@ -11,8 +11,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from paged_attn import __version__
 from paged_attn.engine.engine import Engine
-from paged_attn.server.api import docs_page, health, lora_routes, routes, token_routes
-from paged_attn.server.api.pooling import routes as pooling_routes
+from paged_attn.server.api import docs_page, health, lora_routes, pooling_routes, routes, token_routes
 from paged_attn.server.http import errors
 from paged_attn.server.http.guard import Guard
 from paged_attn.server.logs.call_log import CallLog

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from paged_attn.asynchronous.async_llm import STOP_SECONDS, AsyncLLM
 from paged_attn.asynchronous.status import Status
 from paged_attn.engine.engine import Engine
+from paged_attn.server.http.body_limits import OpenBodies
 from paged_attn.server.http.call import Calls
-from paged_attn.server.http.open_bodies import OpenBodies
 from paged_attn.server.logs.line_writer import LineWriter
 from paged_attn.server.logs.metrics import ServerMetrics
 from paged_attn.server.logs.tracing import Tracing

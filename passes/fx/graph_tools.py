@@ -17,7 +17,7 @@ from torch import SymFloat, SymInt, Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from paged_attn.attn_ops.ops.overloads import overloads_of
+from paged_attn.attn_ops.ops.define import overloads_of
 
 _INPLACE_FUNCTIONS = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from paged_attn import AsyncLLM, EngineConfig, SamplingParams
-from paged_attn.asynchronous.admission.request_limit import RequestLimit
 from paged_attn.asynchronous.errors import NotServingError, StepFailedError
+from paged_attn.asynchronous.request_limit import RequestLimit
 from paged_attn.asynchronous.stream import together
 from paged_attn.attn_ops.errors import ContextError
 from tests.engine.models import (

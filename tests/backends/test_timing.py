@@ -14,8 +14,7 @@ from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.torch_native import TorchNativeBackend
 from paged_attn.backends.timing.clock import ROUNDS, Turn, sample_in_turns
 from paged_attn.backends.timing.inputs import Inputs, num_sets
-from paged_attn.backends.timing.reference import relative_error, row_attention
-from paged_attn.backends.timing.time_backends import TimedProblem, Timing, time_backends
+from paged_attn.backends.timing.time_backends import TimedProblem, Timing, relative_error, row_attention, time_backends
 
 CPU = torch.device("cpu")
 SMALL = {"num_q_heads": 4, "num_kv_heads": 2, "qk_head_dim": 16, "v_head_dim": 16, "page_size": 4, "dtype": torch.float32}
@@ -40,7 +39,7 @@ FEATURES = {
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("problem", [DECODE, PREFILL], ids=lambda p: p.kind)
 def test_the_device_reference_equals_the_oracle(problem, feature, monkeypatch):
-    monkeypatch.setattr("paged_attn.backends.timing.reference.SCORE_BYTES", 4 * 4 * 4 * 16 * 3)  # three queries of 16 keys at once
+    monkeypatch.setattr("paged_attn.backends.timing.time_backends.SCORE_BYTES", 4 * 4 * 4 * 16 * 3)  # three queries of 16 keys at once
     inputs = Inputs.make(dataclasses.replace(problem, **FEATURES[feature]), "cpu")
     inputs.store_new()
     layer = inputs.num_sets - 1

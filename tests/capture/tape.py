@@ -15,14 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.utils import import_utils
 
-from paged_attn.attn_ops.ops import attention, latent, positions, recurrent
-from paged_attn.attn_ops.ops.scans import gated_delta, mamba, short_conv
+from paged_attn.attn_ops.ops import attention, latent, positions, recurrent, scans
 
 BODIES = {
     attention.UNIFIED_ATTENTION: attention._run, latent.LATENT_ATTENTION: latent._run,
     positions.BATCH_POSITIONS: positions._positions, positions.REQUEST_LENGTHS: positions._lengths,
-    short_conv.SHORT_CONV: short_conv._run, recurrent.RECURRENT_LAYER: recurrent._run,
-    gated_delta.GATED_DELTA_RULE: gated_delta._run, mamba.MAMBA2_SCAN: mamba._run2, mamba.MAMBA1_SCAN: mamba._run1,
+    scans.SHORT_CONV: scans._short_conv, recurrent.RECURRENT_LAYER: recurrent._run,
+    scans.GATED_DELTA_RULE: scans._gated_delta, scans.MAMBA2_SCAN: scans._mamba2, scans.MAMBA1_SCAN: scans._mamba1,
 }  # fmt: skip
 WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.item.default}
 

@@ -13,8 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from paged_attn.attn_ops.ops.experts import EXPERTS
-from paged_attn.attn_ops.ops.linears.linear import LINEAR
-from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
+from paged_attn.attn_ops.ops.linears.linear import LINEAR, LINEAR_FLOAT32
 from paged_attn.attn_ops.ops.module import MODULE
 from paged_attn.attn_ops.ops.routing import ROUTE
 from paged_attn.capture.split.fingerprint import fingerprint, portable

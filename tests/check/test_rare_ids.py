@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paged_attn import LLM, UnsupportedError
-from paged_attn.check.runs.rare_ids import rare_ids, with_rare_ids
+from paged_attn.check.runs.steps import rare_ids, with_rare_ids
 
 IDS, WIDTH, HEADS, RARE = 4096, 32, 4, 3071
 

@@ -19,7 +19,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.backends import compile_ahead
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.hybrid import hybrid_of
-from paged_attn.backends.attention.latent.fresh import FreshPrompts
+from paged_attn.backends.attention.latent.expanded import FreshPrompts
 from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.triton.backend import TritonBackend
 from paged_attn.check.runs.steps import lengths_of_steps

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.attn_ops.ops.linears.linear import ONE_ROW_KERNEL
-from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
+from paged_attn.attn_ops.ops.linears.linear import LINEAR_FLOAT32, ONE_ROW_KERNEL
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
 

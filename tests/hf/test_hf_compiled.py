@@ -22,9 +22,9 @@ from paged_attn import PagedCache, UnsupportedError
 from paged_attn.engine.engine import Engine
 from paged_attn.hf.cache_name import CACHE_NAME
 from paged_attn.hf.compiled import compiled_calls
+from paged_attn.hf.compiled.call_rows import Part, steps
 from paged_attn.hf.compiled.compiled_calls import PagedCalls
 from paged_attn.hf.compiled.ragged_table import RaggedTable
-from paged_attn.hf.compiled.row_steps import Part, steps
 from paged_attn.hf.shared_pages import SharedPages
 from tests.capture.tape import TapeRecorder
 from tests.engine.models import tokenizer

@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paged_attn.attn_ops.ops.define import define_op
-from paged_attn.recurrent.capturing.in_graphs import with_graphs
-from paged_attn.recurrent.capturing.launches import Launches, NotCapturable, first_difference
 from paged_attn.recurrent.discover import find_recurrent_layers
-from paged_attn.recurrent.layer import RecurrentLayer
-from paged_attn.recurrent.mapped import mapped
+from paged_attn.recurrent.in_graphs import Launches, NotCapturable, first_difference, with_graphs
+from paged_attn.recurrent.layer import RecurrentLayer, mapped
 from tests.recurrent.test_discover import ForgetsInChunks, Gated, LooksAtItsRows, Mixer, MixesRequests, Nested, Toy, inputs_of
 from tests.recurrent_models import recurrent
 

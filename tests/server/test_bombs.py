@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_attn.engine.sampling.structured.trials import MAX_DEFINITIONS
-from paged_attn.server.http.body_budget import BodyBudget
-from paged_attn.server.http.body_shape import MAX_DEPTH, MAX_VALUES, BodyShape
+from paged_attn.server.http.body_limits import MAX_DEPTH, MAX_VALUES, BodyBudget, BodyShape
 from paged_attn.server.http.errors import MAX_MESSAGE, ApiError
 from tests.engine.models import make_engine, oracle
 from tests.engine.sampling.test_guide_trials import objects, refs, rules

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from paged_attn.asynchronous.admission.waiting_jobs import WaitingJobs, fair_share
 from paged_attn.asynchronous.job import Job, Prompt
+from paged_attn.asynchronous.job_queue import WaitingJobs, fair_share
 from paged_attn.engine.requests.request import Request
 from tests.engine.models import make_engine, oracle, random_prompts, request_of
 from tests.server.serving import Running, chat_tokenizer, held, serving, wait_for

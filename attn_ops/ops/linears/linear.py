@@ -1,7 +1,11 @@
-"""`torch.ops.paged_attn.linear`: a linear layer that takes one row through a kernel of its own, and any other number as torch does.
+"""`torch.ops.paged_attn.linear`: a linear layer that takes one row through a kernel of its own, and any other number as torch does. And
+`linear_float32`: the same of tensors in 16 bits with a result in float32, as routers compute their logits.
 
 A product with one row reads every weight once: it takes as long as the memory takes. cuBLAS starts such a product when the one before has
 ended; a kernel of our own may ask for its first weights by then.
+
+A product of two numbers of 16 bits is exact in float32, and so are both casts: tensor cores, which add up in float32, give the sums of the
+model's own product of casts, in another order.
 """
 
 from __future__ import annotations
@@ -32,3 +36,29 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 # x [..., K], weight [N, K], bias [N] or none, of one dtype -> [..., N]. Nothing that runs on the GPU meanwhile may write the weight.
 LINEAR = define_op("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _run, _fake)
+
+
+def _run_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not x.is_cuda or torch.version.hip is not None or _adds_up_in_16_bits(x.dtype):
+        return F.linear(x.float(), weight.float(), bias)
+    result = one_row(x, weight, bias, torch.float32)
+    if result is None:
+        flat = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
+        result = flat.view(*x.shape[:-1], weight.shape[0])
+        if bias is not None:
+            result.add_(bias)
+    return result
+
+
+def _adds_up_in_16_bits(dtype: torch.dtype) -> bool:
+    """Whether somebody asked for that; the model's own product, of casts, does not do it."""
+    return dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation
+
+
+def _fake_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)
+
+
+# x [..., K] and weight [N, K], both bfloat16 or both float16; bias [N] float32 or none -> [..., N] float32. Nothing that runs on the GPU
+# meanwhile may write the weight.
+LINEAR_FLOAT32 = define_op("linear_float32(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _run_float32, _fake_float32)

@@ -20,8 +20,7 @@ from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.backends.attention.alibi import slopes_of
-from paged_attn.backends.attention.base import AttentionCall, StoringBackend
+from paged_attn.backends.attention.base import AttentionCall, StoringBackend, slopes_of
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, Span
 from paged_attn.backends.attention.flash_style import finish
 from paged_attn.backends.attention.flex.mods import Formula, attend, compiled

@@ -1,4 +1,8 @@
-"""One step of a latent layer: its rows go to the pool, and each request attends in the way that is cheaper for it."""
+"""One step of a latent layer: its rows go to the pool, and each request attends in the way that is cheaper for it.
+
+Expanding costs a product for each token of the context; attending to rows costs wider dot products for each pair of tokens. So many new
+tokens at once are better off with keys and values, and decode steps with the rows.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,8 @@ from paged_attn.attn_ops.context import Backend, ForwardContext
 from paged_attn.attn_ops.ops.latent import LatentCall
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
-from paged_attn.backends.attention.latent.absorbed import mapped_back, mapped_queries
-from paged_attn.backends.attention.latent.choose import expands
-from paged_attn.backends.attention.latent.expanded import attend_expanded, most_tokens
-from paged_attn.backends.attention.latent.fresh import FreshPrompts, of_like_lengths
-from paged_attn.backends.attention.latent.paged import PagedExpansion
-from paged_attn.backends.attention.latent.paged_parts import PagedParts, paged_expansions
+from paged_attn.backends.attention.latent.expanded import FreshPrompts, attend_expanded, most_tokens, of_like_lengths
+from paged_attn.backends.attention.latent.paged import PagedExpansion, PagedParts, paged_expansions
 from paged_attn.backends.kv_write.store import store_latent
 
 
@@ -56,7 +56,7 @@ def attend_to_latents(backend: LatentBackend, context: ForwardContext, call: Lat
     batch, spec = context.batch, call.spec
     step = None if always_absorbed or batch.mode is ForwardMode.DECODE else _step_part(backend, context, call)
     if step is None:
-        mapped = mapped_queries(spec, call.query, call.weight_k)
+        mapped = _mapped_queries(spec, call.query, call.weight_k)
         store_latent(context.pool, call.layer_id, call.latent, call.rotated, batch, (spec.split(call.query)[1], mapped))
         _attend(backend, context.plan, call, mapped, call.output)
         return
@@ -70,7 +70,7 @@ def attend_to_latents(backend: LatentBackend, context: ForwardContext, call: Lat
     if step.others is not None:
         part, plan, at = step.others
         query = call.query[at]
-        mapped = mapped_queries(spec, query, call.weight_k)
+        mapped = _mapped_queries(spec, query, call.weight_k)
         mapped[..., spec.rank :] = spec.split(query)[1]
         output = call.output.new_empty((part.num_rows, spec.num_q_heads, spec.value_dim))
         _attend(backend, plan, call, mapped, output)
@@ -84,7 +84,9 @@ def _attend(backend: Backend, plan: Any, call: LatentCall, mapped: Tensor, outpu
     sums = mapped.new_empty((mapped.shape[0], spec.num_q_heads, spec.rank))
     no_key = mapped[:, :1]  # of the right shape; the step's rows are in the pool
     backend.forward(plan, call.layer_id, spec, mapped, no_key, no_key[..., : spec.rank], sums, save_kv_cache=False)
-    mapped_back(spec, sums, call.weight_v, output)
+    maps = spec.values.of(call.weight_v, spec.num_q_heads, spec.value_dim)  # [heads, value_dim, rank]
+    with torch.no_grad():
+        torch.bmm(sums.transpose(0, 1), maps.transpose(1, 2), out=output.transpose(0, 1))
 
 
 def _step_part(backend: LatentBackend, context: ForwardContext, call: LatentCall) -> StepPart | None:
@@ -119,3 +121,40 @@ def _deal_out(backend: LatentBackend, context: ForwardContext, spec: LatentSpec,
     whole = [r for r in chosen if lengths[r][0] == lengths[r][1] <= most]
     fresh = tuple(FreshPrompts.of(group, device) for group in of_like_lengths([rows[r] for r in whole], most))
     return StepPart((), fresh, tuple((r, rows[r]) for r in chosen if r not in set(whole)), planned)
+
+
+def _mapped_queries(spec: LatentSpec, query: Tensor, weight_k: Tensor) -> Tensor:
+    """Queries [T, heads, key_dim + rotated] as [T, heads, rank + rotated], whose product with a row is that with the head's key.
+
+    Their last `rotated` elements are the queries' own, and not written yet.
+    """
+    plain, _ = spec.split(query)
+    mapped = query.new_empty((query.shape[0], spec.num_q_heads, spec.qk_head_dim))
+    maps = spec.keys.of(weight_k, spec.num_q_heads, spec.key_dim)  # [heads, key_dim, rank]
+    with torch.no_grad():
+        torch.bmm(plain.transpose(0, 1), maps, out=mapped[..., : spec.rank].transpose(0, 1))
+    return mapped
+
+
+def absorbed_operations(spec: LatentSpec, new: int, cached: int) -> float:
+    """Multiplications of one head for a request's new tokens, which attend to rows."""
+    return new * spec.rank * (spec.key_dim + spec.value_dim) + _pairs(new, cached) * (spec.qk_head_dim + spec.rank)
+
+
+def expanded_operations(spec: LatentSpec, new: int, cached: int) -> float:
+    """The same, where keys and values are made of all its rows first."""
+    return (new + cached) * spec.rank * (spec.key_dim + spec.value_dim) + _pairs(new, cached) * (
+        spec.key_dim + spec.rotated + spec.value_dim
+    )
+
+
+def expands(spec: LatentSpec, new: int, cached: int) -> bool:
+    """Whether the keys and values of a request are expanded for its new tokens; never in a decode step.
+
+    An operation counts as much either way: `python benchmarks/latent.py` finds a factor of 1 on a CPU, and none that fits on a GPU.
+    """
+    return new > 1 and expanded_operations(spec, new, cached) < absorbed_operations(spec, new, cached)
+
+
+def _pairs(new: int, cached: int) -> float:
+    return new * cached + new * (new + 1) / 2

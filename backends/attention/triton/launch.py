@@ -11,8 +11,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.backends.attention.alibi import slopes_of
-from paged_attn.backends.attention.base import AttentionCall
+from paged_attn.backends.attention.base import AttentionCall, slopes_of
 from paged_attn.backends.attention.flash_style import for_kernel
 from paged_attn.backends.attention.triton.attend_kernel import attend as attend_kernel
 from paged_attn.backends.attention.triton.plan import Plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,11 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import runner_of
+
+MOST_RARE = 8
+NARROW = 8  # numbers a token; a wider table tells every id from the others
+USUAL = 0.9  # of the rows are equal, where the others are rare
+FEWEST = 32  # ids; smaller tables are drawn whole
 
 if TYPE_CHECKING:
     from paged_attn.parallel.ranks import Ranks
@@ -171,3 +176,31 @@ class Steps:
             for p in step.parts
         ]  # fmt: skip
         return ForwardContext(Batch.build(requests, self.page_size, self.device), self.pool, self.backend, self.states)
+
+
+def rare_ids(tables: Iterable[Tensor], num_ids: int) -> list[int]:
+    """Ids that a model treats otherwise than nearly all others, by a table of its own: random prompts would miss them.
+
+    Those whose row in some table [ids, few numbers] is none that most ids have, at most `MOST_RARE` of them."""
+    found: dict[int, None] = {}
+    for table in tables:
+        if table.dim() == 0 or not FEWEST <= num_ids <= table.shape[0] or table.numel() > NARROW * table.shape[0] or table.is_complex():
+            continue
+        rows = table.detach()[:num_ids].reshape(num_ids, -1)
+        rows = rows.to(torch.uint8) if rows.dtype == torch.bool else rows
+        _, which, counts = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
+        if counts.max() >= USUAL * num_ids and len(counts) > 1:
+            others = (which != counts.argmax()).nonzero().flatten()
+            found.update(dict.fromkeys(others[:: max(len(others) // MOST_RARE, 1)].tolist()))
+    return list(found)[:MOST_RARE]
+
+
+def with_rare_ids(prompts: Sequence[Tensor], rare: Sequence[int]) -> list[Tensor]:
+    """The prompts with such ids in them: first in a prompt, first in its second half, and on the way."""
+    if not rare:
+        return list(prompts)
+    changed = [prompt.clone() for prompt in prompts]
+    for number, prompt in enumerate(changed):
+        at = sorted({0, max(len(prompt) // 2 - 1, 0), *range(2, len(prompt), 4)} if number else {0})
+        prompt[at] = torch.tensor([rare[(number + i) % len(rare)] for i in range(len(at))], device=prompt.device)
+    return changed

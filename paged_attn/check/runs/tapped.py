@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from paged_attn.attn_ops.ops.overloads import overloads_of
+from paged_attn.attn_ops.ops.define import overloads_of
 from paged_attn.passes.fx.graph_tools import dtype_of, writers_of, writes_in_place
 
 Visit = Callable[[str, Tensor], Tensor]

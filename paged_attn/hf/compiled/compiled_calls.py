@@ -18,20 +18,43 @@ from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
+from paged_attn.engine.model.model_state import ModelState
 from paged_attn.engine.tracing.ropes_by_length import RopesByLength
 from paged_attn.hf.cache_name import CACHE_NAME, given_cache, output_with_cache, without_cache
-from paged_attn.hf.compiled.call_rows import CallRows, call_rows, why_not
-from paged_attn.hf.compiled.leave_pages import computed_again, may_leave_pages
-from paged_attn.hf.compiled.ragged_cache import RaggedCache
+from paged_attn.hf.compiled.call_rows import CallRows, Part, call_rows, steps, why_not
+from paged_attn.hf.compiled.ragged_cache import RaggedCache, computed_again, may_leave_pages
 from paged_attn.hf.compiled.ragged_table import Lengths, RaggedTable
-from paged_attn.hf.compiled.refusal import LastingRefusalError, Refusal
-from paged_attn.hf.compiled.row_steps import Part, steps
 from paged_attn.hf.generate.kept_engine import change_of, follows_model
 from paged_attn.hf.generate.refuse import generate_frame
 from paged_attn.hf.shared_pages import CacheFull, SharedPages
 
 logger = logging.getLogger("paged_attn")
 _MOVED = "_paged_attn_moved"  # of a DynamicCache in whose place a RaggedCache came
+MOST_REFUSED = 3  # engines that are tried for a model that changes, and is refused each time
+
+
+class LastingRefusalError(UnsupportedError):
+    """It stays, however the model changes."""
+
+
+class Refusal:
+    """`why` a compiled model has no engine, for as long as that holds; "" where there is none."""
+
+    def __init__(self) -> None:
+        self.why = ""
+        self._was: ModelState | None = None
+        self._count = 0
+
+    def note(self, model: nn.Module, error: UnsupportedError) -> None:
+        self._count += 1
+        lasts = isinstance(error, LastingRefusalError) or self._count == MOST_REFUSED
+        self.why, self._was = str(error), None if lasts else ModelState(model)
+
+    def holds(self) -> bool:
+        """Whether there was one, and the model has the modules, parameters and hooks that it had then."""
+        if self._was is not None and (found := self._was.difference()) is not None and found.replaced:
+            self.why, self._was = "", None
+        return bool(self.why)
 
 
 class PagedCalls:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,14 +16,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.llm import LLM
+from paged_attn.engine.requests.outputs import TokenEvent
+from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.hf.generate.kept_engine import engine_for
-from paged_attn.hf.generate.lockstep import Lockstep
-from paged_attn.hf.generate.prompt_rows import prompt_rows
 from paged_attn.hf.generate.refuse import CALLED_BY_ITSELF, ON_PAGES, callers_keywords, refuse_others
-from paged_attn.hf.generate.request_params import params_of_rows, params_with_scores
-from paged_attn.hf.generate.row_processors import ScoreKeeper
+from paged_attn.hf.generate.request_params import ScoreKeeper, params_of_rows, params_with_scores
 
 Output = Tensor | GenerateDecoderOnlyOutput
+Scores = Callable[[int], tuple[Tensor, ...] | None]
 
 
 def generate(
@@ -86,7 +87,7 @@ def _generate(
     config, criteria = generation_config, stopping_criteria
     called = callers_keywords()
     refuse_others(model, config, called, given)
-    rows, paddings = prompt_rows(input_ids, given)
+    rows, paddings = _prompt_rows(input_ids, given)
     ends = frozenset(i for each in criteria if type(each) is EosTokenCriteria for i in each.eos_token_id.tolist())
     pad = _pad_of(config, criteria)
     others = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
@@ -159,3 +160,103 @@ def _scores_so_far(keepers: list[ScoreKeeper], name: str, input_ids: Tensor) -> 
         return tuple(found[:columns])
 
     return so_far
+
+
+def _prompt_rows(input_ids: Tensor, given: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
+    """Each row's tokens without its padding, and how many tokens of padding it had on its left.
+
+    Args:
+        input_ids: [B, L] int64.
+        given: the other inputs of the model: attention_mask [B, L] or None, position_ids or None.
+
+    Raises:
+        UnsupportedError: padding elsewhere than on the left, a row of padding alone, or positions that do not count on from 0.
+    """
+    mask = given.get("attention_mask")
+    real = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
+    if real.shape != input_ids.shape or not bool(((real == 0) | (real == 1)).all()):
+        raise UnsupportedError(
+            f"attention_mask has the shape {list(real.shape)} or other numbers than 0 and 1; paged_attn.generate takes one of 0 and 1 and "
+            f"of the shape of input_ids, {list(input_ids.shape)}. generate(..., past_key_values=paged_attn.PagedCache(model)) takes any."
+        )
+    lengths = real.sum(1)
+    if bool((real.diff(dim=1) < 0).any()) or bool((lengths == 0).any()):
+        raise UnsupportedError(
+            "attention_mask has a 0 behind a 1, or a row of zeros alone: paged_attn.generate takes prompts with their padding on the left "
+            "(tokenizer.padding_side = 'left'), as transformers' generate wants them"
+        )
+    positions = given.get("position_ids")
+    if positions is not None and not bool(((positions.to(input_ids.device) == real.cumsum(1) - 1) | (real == 0)).all()):
+        raise UnsupportedError(
+            "position_ids other than 0, 1, 2, ... of each prompt: an engine counts positions itself. Leave them out, or run "
+            "generate(..., past_key_values=paged_attn.PagedCache(model))"
+        )
+    rows = [row[-length:] for row, length in zip(input_ids.tolist(), lengths.tolist(), strict=True)]
+    return rows, (input_ids.shape[1] - lengths).tolist()
+
+
+@dataclass
+class Lockstep:
+    """A batch as transformers' loop has it, column by column, from rows that come as they like.
+
+    The k-th column is there when every row that goes on has its k-th new token; what a row has beyond the last column is dropped.
+
+    Args:
+        input_ids: [B, L] int64, padded; grows with every column.
+        ends: token ids that end a row.
+        pad: what a row that ended goes on with; None: nothing ends a row alone.
+        criteria: other criteria of the call, a StoppingCriteriaList, or None.
+        streamer: gets every column.
+        scores: of so many columns, for the criteria.
+    """
+
+    input_ids: Tensor
+    ends: frozenset[int]
+    pad: int | None
+    criteria: Any
+    streamer: Any
+    scores: Scores
+    columns: int = 0
+    _tokens: list[list[int]] = field(default_factory=list)
+    _goes_on: list[bool] = field(default_factory=list)
+    _ids: dict[int, str] = field(default_factory=dict)
+
+    def run(self, llm: LLM, rows: list[list[int]], params: list[SamplingParams], max_new_tokens: int) -> Tensor:
+        """[B, L + columns] int64: until every row has ended, or `max_new_tokens` columns are there."""
+        self._tokens, self._goes_on = [[] for _ in rows], [True] * len(rows)
+        if not max_new_tokens:
+            return self.input_ids
+        events: Iterator[TokenEvent] = llm.stream(rows, params)
+        try:
+            for event in events:
+                self._ids[event.index] = event.request_id
+                if event.token_id is not None:
+                    self._tokens[event.index].append(event.token_id)
+                while self._is_whole():
+                    for row in self._add_column():
+                        llm.cancel(self._ids[row])
+                    if not any(self._goes_on) or self.columns == max_new_tokens:
+                        return self.input_ids
+        finally:
+            events.close()  # type: ignore[attr-defined]
+        raise AssertionError(f"rows of {[len(tokens) for tokens in self._tokens]} tokens ended before column {self.columns}")
+
+    def _is_whole(self) -> bool:
+        rows = zip(self._tokens, self._goes_on, strict=True)
+        return all(len(tokens) > self.columns for tokens, goes_on in rows if goes_on or self.pad is None)
+
+    def _add_column(self) -> list[int]:
+        """Adds the next column; returns the rows that ended with it."""
+        column, pad, before = self.columns, self.pad, list(self._goes_on)
+        chosen = [tokens[column] if goes_on or pad is None else pad for tokens, goes_on in zip(self._tokens, self._goes_on, strict=True)]
+        self.columns += 1
+        added = torch.tensor(chosen)
+        self.input_ids = torch.cat([self.input_ids, added.to(self.input_ids.device)[:, None]], 1)
+        for row, token in enumerate(chosen):
+            self._goes_on[row] = before[row] and token not in self.ends
+        if self.criteria:
+            done = self.criteria(self.input_ids, self.scores(self.columns)).tolist()
+            self._goes_on = [goes_on and not ended for goes_on, ended in zip(self._goes_on, done, strict=True)]
+        if self.streamer is not None:
+            self.streamer.put(added)
+        return [] if pad is None else [row for row in range(len(before)) if before[row] and not self._goes_on[row]]

@@ -16,9 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_attn.attn_ops.ops.scans.gated_delta import GATED_DELTA_RULE, KDA
-from paged_attn.attn_ops.ops.scans.mamba import MAMBA1_SCAN, MAMBA2_SCAN
-from paged_attn.attn_ops.ops.scans.short_conv import SHORT_CONV
+from paged_attn.attn_ops.ops.scans import GATED_DELTA_RULE, KDA, MAMBA1_SCAN, MAMBA2_SCAN, SHORT_CONV
 
 _ACTIVATIONS = {None: "", "silu": "silu", "swish": "silu"}
 

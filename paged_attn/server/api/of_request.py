@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from starlette.responses import Response
 
-from paged_attn.asynchronous.admission.job_queue import too_many_prompts
 from paged_attn.asynchronous.job import Job
+from paged_attn.asynchronous.job_queue import too_many_prompts
 from paged_attn.asynchronous.texts import Texts
 from paged_attn.engine.engine import Engine
 from paged_attn.server.http.call import Call

@@ -7,11 +7,9 @@ from contextlib import ExitStack
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paged_attn.server.http.body_budget import BodyBudget
-from paged_attn.server.http.body_shape import BodyShape
+from paged_attn.server.http.body_limits import BodyBudget, BodyShape, OpenBodies
 from paged_attn.server.http.callers import Caller, Callers
 from paged_attn.server.http.errors import ApiError, told
-from paged_attn.server.http.open_bodies import OpenBodies
 from paged_attn.server.settings import ServerSettings
 from paged_attn.shown import shown
 

@@ -15,9 +15,7 @@ from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.ops.kinds import KINDS
-from paged_attn.attn_ops.ops.scans.gated_delta import GATED_DELTA_RULE, KDA
-from paged_attn.attn_ops.ops.scans.mamba import MAMBA1_SCAN, MAMBA2_SCAN
-from paged_attn.attn_ops.ops.scans.short_conv import SHORT_CONV
+from paged_attn.attn_ops.ops.scans import GATED_DELTA_RULE, KDA, MAMBA1_SCAN, MAMBA2_SCAN, SHORT_CONV
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec
 from paged_attn.backends.attention.torch_native import TorchNativeBackend
 from paged_attn.recurrent.run import RecurrentRunner

@@ -14,8 +14,8 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import HeadRows, LatentSpec
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.hybrid import hybrid_of
-from paged_attn.backends.attention.latent import expanded, paged_parts, step
-from paged_attn.backends.attention.latent.choose import expands
+from paged_attn.backends.attention.latent import expanded, paged, step
+from paged_attn.backends.attention.latent.step import expands
 from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.torch_native import TorchNativeBackend
 from tests.backends.latent_problems import SPECS, STEPS, make
@@ -144,13 +144,13 @@ def test_parts_take_no_more_memory_than_they_may(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(step, "expands", lambda spec, new, cached: True)
     monkeypatch.setattr(step, "most_tokens", lambda call: 16)
     made = []
-    build = paged_parts.KVPool
+    build = paged.KVPool
 
     def seen(*args: Any) -> KVPool:
         made.append(build(*args))
         return made[-1]
 
-    monkeypatch.setattr(paged_parts, "KVPool", seen)
+    monkeypatch.setattr(paged, "KVPool", seen)
     make("512 + 64", ((0, 50), (0, 70), (0, 9)), 4).assert_right(AttendsExpanded())
     assert [pool.num_pages for pool in made] == [17]
 

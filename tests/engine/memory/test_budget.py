@@ -17,7 +17,7 @@ from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.memory.budget import NO_STATE, MemoryBudget, StateSlots
-from paged_attn.report.page_groups import memory_lines
+from paged_attn.report.inspection import memory_lines
 from tests.engine.models import assert_idle, make_engine, oracle, run_all
 from tests.engine.test_recurrent import poison_freed_slots
 from tests.oracle import random_prompts

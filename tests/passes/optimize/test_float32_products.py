@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from paged_attn import LLM, SamplingParams, explain
-from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
+from paged_attn.attn_ops.ops.linears.linear import LINEAR_FLOAT32
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import source_name
 from paged_attn.passes.optimize.linears.float32_products import use_linear_float32

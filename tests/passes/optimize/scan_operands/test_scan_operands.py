@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.attn_ops.ops.scans.gated_delta import GATED_DELTA_RULE
-from paged_attn.attn_ops.ops.scans.short_conv import SHORT_CONV
+from paged_attn.attn_ops.ops.scans import GATED_DELTA_RULE, SHORT_CONV
 from paged_attn.attn_ops.scans.short_conv import channels_in
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import remove_dead_code

@@ -1,12 +1,18 @@
-"""How many values a body of JSON holds and how deep they lie in each other, counted while its bytes come in."""
+"""What bodies may take: bytes of all together, values of JSON, counted while the bytes come in, and time."""
 
 from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paged_attn.server.http.errors import ApiError
 
+SMALL = 64 << 10  # bodies up to this size always find room: connections are limited, too
 MAX_VALUES = 1 << 20  # a prompt of a million token ids
 MAX_DEPTH = 100
 _QUOTE, _OPEN, _CLOSE, _COMMA, _BACKSLASH, _ZERO = range(1, 7)
@@ -16,7 +22,8 @@ for _characters, _kind in ((b'"', _QUOTE), (b"[{", _OPEN), (b"]}", _CLOSE), (b",
 
 
 class BodyShape:
-    """Reads JSON without building any of it. What is no JSON it may count as it likes."""
+    """How many values a body of JSON holds and how deep they lie in each other, without building any of it. What is no JSON it may count as
+    it likes."""
 
     def __init__(self) -> None:
         self.values = 1
@@ -62,3 +69,58 @@ class BodyShape:
         if size:
             self._escapes = bool(len(offsets)) and offsets[-1] == size - 1 and bool(is_odd[-1])
         return escaped[carried:]
+
+
+class BodyBudget:
+    """How many bytes the bodies of all requests of one server may take together, for the event loop. A tenant may
+    hold as much as it leaves free, so that no other finds nothing."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.held: Counter[str] = Counter()  # by tenant
+        self.total = 0
+
+    def take(self, tenant: str, before: int, size: int) -> None:
+        """A body of `before` bytes has grown by `size`.
+
+        Raises:
+            ApiError: 429 if there is no room for it; nothing is taken then.
+        """
+        if before + size > SMALL and self.held[tenant] + size > self.most - self.total - size:
+            room = f"{self.total / 2**20:.0f} of {self.most / 2**20:g} MiB are taken"
+            raise ApiError(429, f"too many large bodies at the same time: {room}; try again later", code="bodies_too_large", retry_after=1)
+        self.held[tenant] += size
+        self.total += size
+
+    def give_back(self, tenant: str, size: int) -> None:
+        self.total -= size
+        self.held[tenant] -= size
+        if not self.held[tenant]:
+            del self.held[tenant]
+
+
+class OpenBodies:
+    """Bodies that are still coming, which a server that ends does not wait for. Of one server, in one event loop.
+
+    Attributes:
+        have_ended: the server ends, and no body comes any further.
+    """
+
+    def __init__(self) -> None:
+        self.have_ended = False
+        self._limits = set[asyncio.Timeout]()
+
+    @asynccontextmanager
+    async def within(self, seconds: float) -> AsyncIterator[None]:
+        """Raises TimeoutError when the time is over, or when `end` is called."""
+        async with asyncio.timeout(0 if self.have_ended else seconds) as limit:
+            self._limits.add(limit)
+            try:
+                yield
+            finally:
+                self._limits.discard(limit)
+
+    def end(self) -> None:
+        self.have_ended = True
+        for limit in self._limits:
+            limit.reschedule(asyncio.get_running_loop().time())

@@ -1,14 +1,14 @@
-"""Jobs that the engine does not have yet, and how many prompts may wait."""
+"""Jobs that the engine does not have yet, or of which nothing runs yet: how many may wait, for how long, and who makes room."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
-from paged_attn.asynchronous.admission.waiting_jobs import fair_share
-from paged_attn.asynchronous.errors import PromptError, QueueFullError
+from paged_attn.asynchronous.errors import PromptError, QueueFullError, QueueTimeoutError
 from paged_attn.asynchronous.job import Job
 from paged_attn.asynchronous.snapshot import EngineSnapshot
+from paged_attn.engine.requests.request import Request
 
 
 class JobQueue:
@@ -91,3 +91,65 @@ class JobQueue:
 def too_many_prompts(count: int, max_requests: int, max_queue: int, param: str = "prompt") -> PromptError:
     limit = f"{max_requests + max_queue}: {max_requests} that run and {max_queue} that wait"
     return PromptError(f"{count} prompts in one request; this server takes at most {limit}", param)
+
+
+def fair_share(limit: int, waiting_of: Mapping[Hashable, int], tenant: Hashable) -> int:
+    """How many requests of a tenant may wait in a full queue: all tenants that have some in it, this one included, share it equally."""
+    return limit // len({*waiting_of, tenant})
+
+
+class WaitingJobs:
+    """In the order in which they came. Whoever has begun is left out when it is met.
+
+    Args:
+        is_new: whether a request waits and has not run yet.
+    """
+
+    def __init__(self, is_new: Callable[[Request], bool]) -> None:
+        self._is_new = is_new
+        self._jobs: dict[Job, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, job: Job) -> None:
+        self._jobs[job] = None
+
+    def discard(self, job: Job) -> None:
+        self._jobs.pop(job, None)
+
+    def overdue(self, now: float, seconds: float) -> Iterator[Job]:
+        """Remove those that have waited for longer."""
+        while self._jobs:
+            job = next(iter(self._jobs))
+            if self._waits(job) and now - job.arrived <= seconds:
+                return
+            del self._jobs[job]
+            if self._waits(job):
+                yield job
+
+    def surplus(self, excess: int, limit: int, waiting_of: Mapping[Hashable, int]) -> Iterator[Job]:
+        """Remove the newest jobs of those tenants that have the most, until `excess` fewer requests wait or none has more than a share."""
+        waiting = dict(waiting_of)
+        share = limit // max(len(waiting), 1)
+        while excess > 0 and waiting:
+            most = max(waiting, key=waiting.__getitem__)
+            job = next((job for job in reversed(self._jobs) if job.tenant == most and self._waits(job)), None)
+            if job is None or waiting[most] <= share:
+                return
+            del self._jobs[job]
+            waiting[most] -= job.size
+            excess -= job.size
+            yield job
+
+    def _waits(self, job: Job) -> bool:
+        return all(map(self._is_new, job.requests))
+
+
+def made_room() -> QueueFullError:
+    what = "the queue is full, and this key has more requests in it than others"
+    return QueueFullError(f"{what}: this one, its newest, made room; try again later")
+
+
+def waited_too_long(seconds: float) -> QueueTimeoutError:
+    return QueueTimeoutError(f"the request has waited for {seconds:g} s, the most that it may, and did not begin; try again later")

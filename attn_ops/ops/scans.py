@@ -1,0 +1,123 @@
+"""The ops of layers with recurrent state that a model computes function by function, such as `torch.ops.paged_attn.kda_with_output`.
+
+In: rows of tokens of one layer. Out: written into `output`; the states advance in the forward context's pool. All are split ops, and may be
+captured with a whole decode step: a step reads its slots on the device. They run on the states of their layer and the rows of this step,
+both from the thread's forward context, by the float32 truth in `attn_ops/scans/`, or what the layer has in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from paged_attn.attn_ops.context import recurrent_context_of
+from paged_attn.attn_ops.ops.define import define_op
+from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
+from paged_attn.attn_ops.scans.kda import kda_extend
+from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
+from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
+from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
+from paged_attn.attn_ops.scans.state_rows import RecurrentPlan
+
+# Takes what the truth takes; False where it does not serve that, and has written nothing.
+Kernel = Callable[..., bool]
+
+
+def run_scan(
+    op: str, layer_id: int, state_id: int, extend: Callable[..., None], step: Callable[..., None], given: tuple[Any, ...], output: Tensor,
+    limits: tuple[float, ...] = (),
+) -> None:  # fmt: skip
+    """Each call of the plan: `extend(*given, *limits, states, extends)`, then `step(*given, states, rows)`; padding becomes zero.
+
+    Raises:
+        ContextError: no forward context, none with recurrent state, or another number of rows than the batch has.
+    """
+    context, recurrent = recurrent_context_of(op, layer_id, output.shape[0])
+    plan: RecurrentPlan = context.recurrent_plan
+    states, kernels = recurrent.state(layer_id, state_id), recurrent.kernels(layer_id)
+    for rows in plan.calls:
+        if rows.extends is not None:
+            _compute(extend, kernels.get(extend), (*given, *limits, states, rows.extends))
+        if rows.num_decode:
+            _compute(step, kernels.get(step), (*given, states, rows))
+    output[plan.num_tokens :].zero_()
+
+
+def _compute(truth: Callable[..., None], kernel: Kernel | None, given: tuple[Any, ...]) -> None:
+    if kernel is None or not kernel(*given):
+        truth(*given)
+
+
+# Linear attention whose state decays and is corrected, token by token; all of a head's state by one decay, or each channel of its keys by
+# one of its own (Kimi delta attention).
+def _gated_delta(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, layer_id: int, state_id: int
+) -> None:
+    """query, key [T, key heads, K]; value, output [T, H, V]; g (logarithms of decays), beta [T, H]; the state is [H, K, V].
+
+    `normalise`: queries and keys are divided by their lengths first. Rows past the batch's real tokens are zeroed.
+    """
+    given = (query, key, value, g, beta, output, normalise)
+    run_scan("gated_delta_rule", layer_id, state_id, gated_delta_extend, gated_delta_step, given, output)
+
+
+def _kda(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, layer_id: int, state_id: int
+) -> None:
+    """As `_gated_delta`, with g [T, H, K]."""
+    run_scan("kda", layer_id, state_id, kda_extend, gated_delta_step, (query, key, value, g, beta, output, normalise), output)
+
+
+_SCHEMA = (
+    "_with_output(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(a!) output, bool normalise, int layer_id, "
+    "int state_id) -> ()"
+)
+GATED_DELTA_RULE = define_op("gated_delta_rule" + _SCHEMA, _gated_delta)
+KDA = define_op("kda" + _SCHEMA, _kda)
+
+
+# The scans of state-space layers. What stands around a scan (softplus of dt, the direct term D x, the gate) is a part of the graph.
+def _mamba2(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, low: float, high: float, layer_id: int, state_id: int
+) -> None:
+    """x, output [T, H, P]; dt [T, H]; a [H], negative; b, c [T, groups, N]; the state is [H, P, N].
+
+    dt is kept between `low` and `high`, but for decoding rows, as models have it. Rows past the batch's real tokens are zeroed.
+    """
+    run_scan("mamba2_scan", layer_id, state_id, mamba2_extend, mamba2_step, (x, dt, a, b, c, output), output, (low, high))
+
+
+def _mamba1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, layer_id: int, state_id: int) -> None:
+    """x, dt, output [T, channels]; a [channels, N], negative; b, c [T, N]; the state is [channels, N]. Rows past the batch's real tokens
+    are zeroed."""
+    run_scan("mamba1_scan", layer_id, state_id, mamba1_extend, mamba1_step, (x, dt, a, b, c, output), output)
+
+
+MAMBA2_SCAN = define_op(
+    "mamba2_scan_with_output(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor(a!) output, float low, float high, int layer_id, "
+    "int state_id) -> ()",
+    _mamba2,
+)
+MAMBA1_SCAN = define_op(
+    "mamba1_scan_with_output(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor(a!) output, int layer_id, int state_id) -> ()",
+    _mamba1,
+)
+
+
+# A causal convolution over the last few tokens of each request.
+def _short_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, columns: Sequence[int], layer_id: int, state_id: int
+) -> None:
+    """x [T, N], of which `columns` are the C channels (`channels_in`; none: all); output [T, C]; weight [C, taps]; bias [C]; activation ""
+    or "silu"; the state is [C, taps - 1 or more]. Rows past the batch's real tokens are zeroed."""
+    given = (x, weight, bias, output, activation, columns)
+    run_scan("short_conv", layer_id, state_id, short_conv_extend, short_conv_step, given, output)
+
+
+SHORT_CONV = define_op(
+    "short_conv_with_output(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) output, str activation, int[] columns, int layer_id, "
+    "int state_id) -> ()",
+    _short_conv,
+)
