@@ -15,7 +15,7 @@ def main() -> list[int]:
         requests = [paged_attn.BatchRequest(b"It was a", pages=[1]), paged_attn.BatchRequest(b"She", pages=[2])]
         batch = paged_attn.Batch.build(requests, page_size=16)
         with paged_attn.forward_context(batch, pool):
-            logits = model(**batch.model_inputs()).logits[0, batch.logits_rows]
+            logits = model(**batch.model_inputs()).logits[0, batch.logits_rows[: batch.num_logits]]
     print("next bytes:", bytes(logits.argmax(-1).tolist()))
     return logits.argmax(-1).tolist()
 

@@ -68,7 +68,7 @@ def main() -> list[list[int]]:
     batch = Batch.build([BatchRequest(p, range(1 + 3 * i, 4 + 3 * i)) for i, p in enumerate(prompts)], page_size=16)
     with forward_context(batch, pool):
         inputs = batch.model_inputs()  # with use_cache=False, which only models of transformers take
-        logits = compiled(inputs["input_ids"], inputs["position_ids"])[0, batch.logits_rows]
+        logits = compiled(inputs["input_ids"], inputs["position_ids"])[0, batch.logits_rows[: batch.num_logits]]
     assert logits.argmax(-1).tolist() == [new[0] for new in tokens]
     print(f"plain GPT ({'; '.join(spec.describe() for spec in pool.layers)}): {sum(map(len, tokens))} tokens equal to its own loop")
     return tokens

@@ -56,7 +56,7 @@ def first_tokens(model: nn.Module, prompts: list[list[int]]) -> list[int]:
     print("layer 0:", pool.layers[0].describe())
     batch = Batch.build([BatchRequest(p, range(1 + 3 * i, 4 + 3 * i)) for i, p in enumerate(prompts)], page_size=16)
     with forward_context(batch, pool):
-        return compiled(batch.model_inputs()["input_ids"])[0, batch.logits_rows].argmax(-1).tolist()
+        return compiled(batch.model_inputs()["input_ids"])[0, batch.logits_rows[: batch.num_logits]].argmax(-1).tolist()
 
 
 @torch.no_grad()

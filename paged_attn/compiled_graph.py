@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -42,6 +44,7 @@ class CompiledGraph(RewrittenGraph):
         # Dynamo runs one graph for several models of a class: each passes the self-check, known by one of its tensors.
         self._marker = self.roles.index("owned") if "owned" in self.roles else None
         self._checked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._baked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by model, the numbers that its specs were made of
         self._check_lock = threading.Lock()
         self._accepted: tuple[AttentionSpec, ...] | None = None
 
@@ -76,6 +79,11 @@ class CompiledGraph(RewrittenGraph):
             )
         self._check_call(context, args)
         self.check(args)
+        if self.changed_numbers(args):
+            raise UnsupportedError(
+                f"since {type(self.model).__name__} was compiled, other numbers were written into a tensor that its attention's mask, "
+                "bias or scale was read from; compile it anew (torch._dynamo.reset(), torch.compile)"
+            )
         return self._run_paged(*args)
 
     def refuse_recurrent(self) -> None:
@@ -108,6 +116,22 @@ class CompiledGraph(RewrittenGraph):
                 self_check(self, args, model_logits, self.model, settings, traced_args)
                 self._checked[args[self._marker]] = True
 
+    def changed_numbers(self, args: Sequence[Any], counted: bool = True) -> list[Tensor]:
+        """The model's tensors that some spec was made of (a bias, a window, a scale) and that hold other numbers than at the first call.
+
+        Args:
+            counted: whoever wrote has counted it, which kernels of fused optimizers do not; without, all are compared.
+        """
+        if self._marker is None or not self.rewrite.baked:
+            return []
+        baked = [args[index] for index in self.rewrite.baked]
+        known = self._baked.get(args[self._marker])
+        if known is None:
+            self._baked[args[self._marker]] = [(_version(tensor), tensor.clone()) for tensor in baked]
+            return []
+        pairs = zip(baked, known, strict=True)
+        return [now for now, (version, was) in pairs if not (counted and version == _version(now)) and not torch.equal(now, was)]
+
     def _check_states(self, context: ForwardContext) -> None:
         given = getattr(context.recurrent, "layers", None)
         if self.recurrent and (self.stateful_layers < len(self.recurrent) or given is not self.recurrent):
@@ -126,6 +150,11 @@ class CompiledGraph(RewrittenGraph):
         if context.pool.layers is not self._accepted:
             _check_layers(self.specs, context.pool.layers)
             self._accepted = context.pool.layers
+
+
+def _version(tensor: Tensor) -> float:
+    """That of no two looks, where nothing counts writes."""
+    return math.nan if tensor.is_inference() else tensor._version
 
 
 @contextmanager

@@ -52,7 +52,14 @@ def _find(graph: fx.Graph, facts: Facts) -> str:
 
 def _prove(graph: fx.Graph, facts: Facts) -> str:
     prover = Prover(facts.form, facts.values, facts.model)
-    facts.proofs = [_proof_of(prover, site) for site in facts.sites]
+    read = set(facts.values.read)
+    for site in facts.sites:
+        facts.values.read.clear()
+        facts.proofs.append(proof := _proof_of(prover, site))
+        if not isinstance(proof, Recomputable):  # that evaluates its tensors in every step; the op reads sinks where they lie
+            facts.baked |= facts.values.read - ({proof.function.sinks} if isinstance(proof, AttentionProof) else set())
+        read |= facts.values.read
+    facts.values.read |= read
     anew = sum(isinstance(proof, Recomputable) for proof in facts.proofs)
     return f"{len(facts.proofs) - anew} proved" + (f", {anew} to be evaluated anew on all tokens" if anew else "")
 
@@ -80,6 +87,7 @@ def _positions(graph: fx.Graph, facts: Facts) -> str:
     result.max_positions = min((limit for limit in limits if limit is not None), default=None)
     remove_dead_code(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    result.baked = tuple(index for index, node in enumerate(placeholders) if node in facts.baked and facts.form.roles[node] == "owned")
     result.evaluated = tuple(index for index, node in enumerate(placeholders) if node in facts.values.read)
     return f"{result.positions_redirected} values"
 

@@ -58,6 +58,7 @@ class Rewrite:
     experts_per_choice: int = 0  # of a layer, for each that a token chooses; the most of all layers
     max_positions: int | None = None  # as far as the graph shows; a longer sequence cannot run
     evaluated: tuple[int, ...] = ()  # the inputs on whose values the proofs rest
+    baked: tuple[int, ...] = ()  # those of them, tensors of the model, that a spec was made of (a bias, a window, a scale)
     traced: dict[str, str] = field(default_factory=dict)  # nodes that stand for the same value in the traced graph, by their names in both
     modules: dict[str, str] = field(default_factory=dict)  # of a graph from disk: the modules of nodes of the traced graph
 
@@ -88,6 +89,7 @@ class Facts:
     result: Rewrite
     sites: list[AttentionSite] = field(default_factory=list)
     proofs: list[AttentionProof | DualChunkProof | Recomputable] = field(default_factory=list)
+    baked: set[fx.Node] = field(default_factory=set)
     latents: dict[int, LatentProof | str] = field(default_factory=dict)
     choose_experts: ChooseExperts | None = None
 

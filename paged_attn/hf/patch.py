@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -97,6 +97,27 @@ class Patched:
         self._undo.close()
 
     def _record_layers(self) -> None:
+        found = self._recorded()
+        self.layers = tuple(found.values())
+        self._know(found)
+
+    def record_again(self) -> list[str]:
+        """For a model that was changed meanwhile: modules that took the place of others are known from now on. Returns the layers that
+        compute another attention than they did; then nothing is changed here."""
+        found = self._recorded()
+        if tuple(found.values()) != self.layers:
+            pairs = zip(self.layers, found.values(), strict=False)
+            return [now.module for before, now in pairs if before != now] or [type(self.model).__name__]
+        self._forget()
+        self._know(found)
+        return []
+
+    def _know(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+        for index, module in enumerate(self._modules):
+            _patched[module] = (self, index)
+
+    def _recorded(self) -> dict[nn.Module, AttentionSpec]:
         """Run a few tokens so that each attention layer says what it computes; the numbers do not matter."""
         found: dict[nn.Module, AttentionSpec] = {}
         names = {module: name for name, module in self.model.named_modules()}
@@ -108,15 +129,14 @@ class Patched:
         finally:
             _recording.state = None
         expected = getattr(text_config(self.model), "num_hidden_layers", "an unknown number of")
-        refuse_recurrent(self.model, "paged_attn.patch")
+        if not self.layers:  # else it was asked before
+            refuse_recurrent(self.model, "paged_attn.patch")
         if len(found) != expected:
             raise UnsupportedError(
                 f"{type(self.model).__name__} has {expected} layers, but {len(found)} of them called the attention that they were "
                 "given: the others compute their own, and would silently lose their mask. Use torch.compile(model, backend='paged_attn')."
             )
-        self._modules, self.layers = list(found), tuple(found.values())
-        for index, module in enumerate(self._modules):
-            _patched[module] = (self, index)
+        return found
 
     def logits(self, ids: Tensor, positions: Tensor) -> Tensor:
         """[T, vocabulary] of token ids and positions [T], int64."""

@@ -213,8 +213,10 @@ def _classify(node: fx.Node, left: Any, right: Any, first: str, second: str, out
     summed = [label for label in first + second if label not in output and label not in inner]
     if len(inner) != 1 or summed or not rows or not columns:
         return None
-    # Of several row labels the one that comes last in the result is the row; the others (a group of query heads) act as lead dims.
-    row, column = rows[-1], columns[-1]
+    # Of several row labels the last that counts tokens is the row, wherever it stands ("bgrts,bsgd->btgrd"); the others (a group of
+    # query heads) act as lead dims.
+    of_tokens = [label for label, size in zip(first, shape_of(left), strict=True) if label in rows and not isinstance(size, int)]
+    row, column = max(of_tokens or rows, key=output.index), columns[-1]
     lead = "".join(label for label in output if label not in (row, column))
     if output.index(row) > output.index(column):  # einsum("kd,qd->qk", k, q)
         left, right, first, second, row, column = right, left, second, first, column, row

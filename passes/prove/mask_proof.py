@@ -128,7 +128,10 @@ def _direct_length(probe: MaskProbe, family: MaskFamily, max_positions: int | No
     length = max(
         (limit + 97 for limit in (family.window, family.chunk, family.ahead) if limit is not None and limit + 97 <= longest), default=0
     )
-    return min(max(length, DIRECT_LENGTH), probe.table_length or DIRECT_LIMIT, max_positions or DIRECT_LIMIT)
+    if probe.stored_length > DIRECT_LENGTH:  # numbers in a tensor may begin to matter anywhere in it
+        length = max(length, min(probe.stored_length, math.isqrt(MOST_BIAS_ELEMENTS // probe.num_heads)))
+    longest = max(DIRECT_LIMIT, probe.stored_length)
+    return min(max(length, DIRECT_LENGTH), probe.table_length or longest, max_positions or longest)
 
 
 def _explain_numbers(probe: MaskProbe, family: MaskFamily, direct: Seen) -> None:
@@ -169,7 +172,7 @@ def _prove_bias(probe: MaskProbe, visible: BoolMatrix, bias: FloatArray, max_pos
     if family is None:
         raise _unknown_bias(probe, visible, bias, "matches no known family")
     if family.table is not None and not _saturates(family):
-        length = min(max_positions or LONGEST_BIAS, math.isqrt(MOST_BIAS_ELEMENTS // bias.shape[0]))
+        length = min(max_positions or LONGEST_BIAS, probe.table_length or LONGEST_BIAS, math.isqrt(MOST_BIAS_ELEMENTS // bias.shape[0]))
         longer = probe.run((max(length, len(visible)),), None, seed=0)
         assert longer.bias is not None
         family = match_bias(longer.bias, longer.visible)

@@ -273,5 +273,5 @@ def _rounded(number: float) -> float:
     """A fitted number without the noise of its fit: the nearest simple one (1, 50, 0.25, 1/n, 1/sqrt(n)) if it is that near."""
     candidates = [round(number, 6)]
     if 1e-6 < abs(number) < 1:
-        candidates += [1 / round(1 / number, 6), math.copysign(round(1 / number**2) ** -0.5, number)]
+        candidates += [math.copysign(round(1 / number**2) ** -0.5, number), 1 / round(1 / number, 6)]
     return float(next((c for c in candidates if abs(c - number) <= 1e-6 * abs(number)), number))

@@ -23,6 +23,7 @@ from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import _check_layers
 from paged_attn.engine.model.causality import OF_ALL_TOKENS, refuse_acausal, refuse_both_directions
 from paged_attn.engine.model.model_output import check_output
+from paged_attn.engine.model.model_state import Difference
 from paged_attn.engine.tracing.ropes_by_length import RopesByLength
 from paged_attn.engine.tracing.trace_model import call_model, only_device
 from paged_attn.hf.patch import NAME, Patched
@@ -130,6 +131,14 @@ class HookedRunner:
         """Whether the model's logits of a few tokens are what they were when it was last remembered."""
         error, limit = logits_apart(self._remembered, self._few_logits(), self.dtype)
         return error <= limit
+
+    def changed_attention(self, found: Difference) -> list[str]:
+        """Layers that attend otherwise now than was proved; modules that took the place of others are known from here on."""
+        if not (found.replaced or found.altered):
+            return []
+        with as_served(self.model):
+            others = self._patched.record_again()
+        return [f"{'; '.join(found.replaced + found.altered)}, with which {' and '.join(others)} would attend otherwise"] if others else []
 
     def remember(self) -> None:
         """Keep the model's logits of a few tokens."""

@@ -52,6 +52,8 @@ class ModelWatch:
         found = self.state.difference()
         if found is None:
             return False
+        if otherwise := self.runner.changed_attention(found):
+            raise _refusal(otherwise, "and attention goes on as it was proved from what was there before")
         stale = found.written or bool(found.moved)
         if self.runner.follows_the_model and not self.captured:
             stale = stale or bool(found.replaced) or (bool(found.altered) and not self.runner.computes_the_same())
@@ -78,7 +80,8 @@ class ModelWatch:
 def _refusal(changes: list[str], then: str) -> ModelChangedError:
     return ModelChangedError(
         f"the model was changed under a live engine: {_named(changes)}, {then}. Change it back, or make a new LLM of the model "
-        "as it is now, after llm.close(). Numbers written in place (load_state_dict, an optimizer's step) are followed."
+        "as it is now, after llm.close(). Numbers written in place (load_state_dict, an optimizer's step) are followed, but for those that "
+        "attention's mask, bias or scale is made of."
     )
 
 

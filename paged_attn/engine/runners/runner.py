@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.check.runs.served import Served
 from paged_attn.engine.model.model_output import TokenIds
+from paged_attn.engine.model.model_state import Difference
 from paged_attn.parallel.ranks import Ranks
 from paged_attn.recurrent.layer import RecurrentLayer
 
@@ -73,6 +74,9 @@ class Runner(Protocol):
 
     def computes_the_same(self) -> bool:
         """Whether the model computes on a few tokens what calls compute (a graph), or what it did when it was last remembered."""
+
+    def changed_attention(self, found: Difference) -> list[str]:
+        """What of these changes attention does not follow, as it was proved from what was there before: layers or tensors, in words."""
 
     def remember(self) -> None:
         """From now on what the model computes now is the same."""

@@ -30,6 +30,7 @@ from paged_attn.compiled.graph_inputs import GraphInputs, logits_of
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.model.causality import OF_ALL_TOKENS, OF_CHOICES, refuse_acausal, refuse_both_directions
 from paged_attn.engine.model.model_output import TokenIds, check_output
+from paged_attn.engine.model.model_state import Difference
 from paged_attn.engine.model.rows_of_logits import rows_of_logits
 from paged_attn.engine.runners.merged_weights import bind_merged
 from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_around
@@ -205,6 +206,7 @@ class TracedRunner:
         self.max_rows = self.compiled.rewrite.form.max_tokens  # what was traced was not seen in a longer row
         self._traced = GraphInputs(self.compiled.roles, traced)
         self._check(again=False)
+        self.compiled.changed_numbers(self._traced.all)  # from now on
 
     def _check(self, again: bool) -> None:
         rows = torch.arange(TRACE_TOKENS, device=self.device)
@@ -293,6 +295,12 @@ class TracedRunner:
             logger.info("compared again: %s", refusal)
             return False
         return True
+
+    def changed_attention(self, found: Difference) -> list[str]:
+        """Tensors whose numbers became part of a spec."""
+        changed = self.compiled.changed_numbers(self._traced.all, counted=False) if found.written else []
+        names = {id(tensor): name for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())}
+        return [f"other numbers were written into {names.get(id(tensor), 'a tensor')}" for tensor in changed]
 
     def remember(self) -> None:
         """Nothing: the graph is compared with the model as it is."""
