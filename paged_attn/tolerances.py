@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 MULTIPLE = 4  # of the measured noise: two results are each off by about that much, and some rows by more
+OTHERWISE = 16  # times what is allowed: more than products of another shape do to a row, where later tokens may change none
+QUANTISED = 6e-2  # what a quantiser whose scale is that of the whole batch may do to a row
 # One rounding of a number of this type, relative to it. Of float32 and float64 more: kernels differ in how they compute exp and
 # rsqrt.
 ROUNDING = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9, torch.float32: 2.0**-18, torch.float64: 2.0**-40}

@@ -21,6 +21,11 @@ from paged_attn.passes.report import Facts, Rewrite
 logger = logging.getLogger("paged_attn")
 
 
+def pass_names() -> list[str]:
+    """Of all passes, in order: a graph on disk is one that these made."""
+    return [each.name for each in PASSES]
+
+
 def rewrite(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],

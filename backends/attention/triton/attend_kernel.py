@@ -28,7 +28,7 @@ LEAST_BIAS = tl.constexpr(-3.0e38)  # hides a key as well as any other, and what
 @triton.jit
 def scores(raw, scale, softcap, slope, bias_rows, position, keys, bias_width, bias_mask,
             HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    """Raw products q.k to scores in base 2; position [rows], keys [keys]; all broadcast to raw's shape."""
+    """Raw products q.k to scores in base 2, as `_softmax` of hopper/consumer.py; position [rows], keys [keys]; all broadcast to raw."""
     if HAS_SOFTCAP:
         x = raw * (scale / softcap)
         s = (softcap * LOG2E) * (1 - 2 / (tl.exp(2 * x) + 1))

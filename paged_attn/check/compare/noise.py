@@ -18,11 +18,9 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.check.runs.served import HowToRun, Original
 from paged_attn.check.runs.steps import LONGEST
 from paged_attn.check.runs.truth import OtherRun, Truth
-from paged_attn.tolerances import MULTIPLE, rounding, typical
+from paged_attn.tolerances import MULTIPLE, OTHERWISE, QUANTISED, rounding, typical
 
 FEW = (2, 3)  # tokens, for which kernels of quantised products may take another way than for many
-QUANTISED = 6e-2  # what a quantiser whose scale is that of the whole batch may do to a row
-OTHERWISE = 16  # times what a row may be off by rounding: more than products of another shape do
 
 
 class Noise:

@@ -108,7 +108,7 @@ class Scheduler:
                 continue
             if self._must_wait_whole(request, plan):
                 break
-            count = self._count(request, plan)
+            count = self._chunk_length(request, plan)
             if count and self._reserve(request, request.num_cached + count, plan, drained):
                 plan.add_chunk(request, count)
         self._admit(plan, drained)
@@ -156,7 +156,7 @@ class Scheduler:
         return self.whole_prompts and request.num_remaining > plan.budget
 
     @staticmethod
-    def _count(request: Request, plan: StepPlan) -> int:
+    def _chunk_length(request: Request, plan: StepPlan) -> int:
         """As many tokens as there are left, and as the budgets allow."""
         return min(request.num_remaining, plan.budget, max(request.scores_from - request.num_cached, 0) + plan.score_budget)
 
@@ -227,7 +227,7 @@ class Scheduler:
 
     def _start(self, request: Request, plan: StepPlan) -> None:
         """Let a request run that has adopted its prefix and whose tokens fit."""
-        count = self._count(request, plan)
+        count = self._chunk_length(request, plan)
         reserved = self.kv.reserve(request, request.num_cached + count)
         assert reserved, f"{count} tokens of {request.id!r} found no pages, though all of its tokens fitted"
         self.kv.states.take_slot(request)
