@@ -119,6 +119,12 @@ def test_a_keyword_of_another_engines_generate(llm: LLM, name: str) -> None:
 def test_answers_lie_where_vllm_has_them(llm: LLM) -> None:
     found = llm.generate([4, 5, 6], SamplingParams(max_tokens=3, n=2, temperature=1.0))
     assert [each.outputs[0].token_ids for each in found] == tokens(found)
+    assert [each.outputs[0].num_cached_tokens for each in found] == [each.cached_tokens for each in found]
+    assert found[0].cumulative_logprob is None
+    (scored,) = llm.generate([4, 5, 6], SamplingParams(max_tokens=3, logprobs=1))
+    assert scored.cumulative_logprob == pytest.approx(
+        sum(each[token] for each, token in zip(scored.logprobs, scored.token_ids, strict=True))
+    )
 
 
 @pytest.mark.parametrize("name", setting_names.OTHER_PARAM)

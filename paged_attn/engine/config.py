@@ -63,6 +63,9 @@ class EngineConfig:
         1,
     )
     max_requests: int = _setting(256, "requests that run at the same time", 1)
+    max_model_len: int | None = _advanced(
+        None, "a request is no longer than if the model had so many positions; default: as many as it has, and the pool has room for", 1
+    )
     overlap: bool | None = _advanced(
         None,
         "launch a step before the tokens of the one before it are known, so that the GPU never waits for the host; default: on CUDA only",

@@ -104,6 +104,7 @@ class Engine:
         if self.pooler is not None:
             refuse_for_pooling(self.runner, self.pooler, self.config)
         limits = ModelLimits.of(model, self.runner.max_positions, self.runner.length_borders, self.runner.token_ids)
+        limits = limits.within(self.config.max_model_len)
         defaults = default_params(model) if self.config.generation_config == "auto" else SamplingParams()
         if cuda and given.max_batch_tokens is None:
             self.config = self.config.with_(max_batch_tokens=step_tokens_on_gpu(self.config, self.runner))

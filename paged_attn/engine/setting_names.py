@@ -31,7 +31,6 @@ SAME_SETTING = {
 OTHER_SETTING = {
     "gpu_memory_utilization": "kv_memory_gib says how many GiB KV may take; by default it is 80 % of what weights and graphs leave free",
     "mem_fraction_static": "kv_memory_gib says how many GiB KV may take; by default it is 80 % of what weights and graphs leave free",
-    "max_model_len": "a request may be as long as the model's positions and the pool allow; num_pages or kv_memory_gib bound the pool",
     "enforce_eager": "graphs='off' captures nothing, inductor=False compiles nothing",
     "kv_cache_dtype": "keys and values are kept in the model's dtype; there is no other yet",
     "kv_dtype": "keys and values are kept in the model's dtype; there is no other yet",

@@ -53,7 +53,7 @@ def test_arguments_that_do_not_parse(argv: list[str], capsys: pytest.CaptureFixt
     [
         (["generate", "--tempratur", "1", "--model", "x"], "generate: error: there is no --tempratur; did you mean --temperature?"),
         (["chat", "--model", "x", "--page-sise=8"], "chat: error: there is no --page-sise; did you mean --page-size?"),
-        (["serve", "--model", "x", "--max-model-len", "9"], "serve: error: there is no --max-model-len; a request may be as long"),
+        (["serve", "--model", "x", "--enforce-eager", "9"], "serve: error: there is no --enforce-eager; graphs='off' captures nothing"),
         (["generate", "--model", "x", "--modell", "9"], "generate: error: there is no --modell; did you mean --model?"),
         (["demo", "--model", "x"], "demo: error: there is no --model (see"),
         (["serve", "--model", "x", "--zzz"], "serve: error: there is no --zzz (see `paged-attn serve --help`)"),

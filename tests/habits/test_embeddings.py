@@ -96,7 +96,9 @@ def test_a_server_says_what_it_is_not_for(server: Running) -> None:
 
 
 def test_rerank_by_embeddings(server: Running, body: Any) -> None:
-    answer = server.http.post("/v1/rerank", json={"query": "She had", "documents": [*TEXTS[:2], {"text": "A"}], "top_n": 2}).json()
+    asked = {"query": "She had", "documents": [*TEXTS[:2], {"text": "A"}], "top_n": 2}
+    answer, *others = (server.http.post(path, json=asked).json() for path in ("/v1/rerank", "/rerank", "/v2/rerank"))
+    assert [other["results"] for other in others] == [answer["results"]] * 2 and server.http.get("/ping").status_code == 200
     scores = [float(unit(body, "She had") @ unit(body, text)) for text in TEXTS[:3]]
     order = sorted(range(3), key=lambda i: -scores[i])[:2]
     assert [each["index"] for each in answer["results"]] == order
@@ -131,7 +133,7 @@ def test_a_cross_encoder_scores_and_ranks(cross_encoder: Path) -> None:
         with pytest.raises(UnsupportedError, match="embed is not for this LLM of BertForSequenceClassification: it classifies"):
             llm.embed("She")
         with serving(lambda: llm.engine) as running:
-            data = running.http.post("/v1/score", json={"text_1": "She had", "text_2": documents}).json()["data"]
+            data = running.http.post("/score", json={"text_1": "She had", "text_2": documents}).json()["data"]
             assert [each["score"] for each in data] == pytest.approx(expected, abs=1e-5)
             results = running.http.post("/v1/rerank", json={"query": "She had", "documents": documents}).json()["results"]
             assert [each["relevance_score"] for each in results] == pytest.approx(sorted(expected, reverse=True), abs=1e-5)

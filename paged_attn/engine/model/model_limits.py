@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ class ModelLimits:
         vocab_size: prompts hold ids below it.
         length_borders: see `Runner`.
         num_logits: ids below it can be chosen; a padded table has more.
+        bounded: `max_positions` are those of the setting `max_model_len`.
     """
 
     vocab_size: int | None
@@ -32,6 +33,7 @@ class ModelLimits:
     eos_token_ids: frozenset[int]
     length_borders: tuple[int, ...] = ()
     num_logits: int | None = None
+    bounded: bool = False
 
     @classmethod
     def of(cls, model: Any, positions: int | None = None, borders: tuple[int, ...] = (), ids: TokenIds | None = None) -> ModelLimits:
@@ -52,6 +54,14 @@ class ModelLimits:
         ends = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
         longest = max_positions(model) if positions is None else positions
         return cls(vocab, longest, frozenset(int(end) for end in ends), borders, chosen)
+
+    def within(self, longest: int | None) -> ModelLimits:
+        """The same with no more positions than `max_model_len`; raises ValueError if the model has fewer."""
+        if longest is None:
+            return self
+        if self.max_positions is not None and longest > self.max_positions:
+            raise ValueError(f"max_model_len: got {longest}; allowed: 1 to {self.max_positions}, as many as the model has positions")
+        return replace(self, max_positions=longest, bounded=True)
 
     def parted_at(self, shortest: int, longest: int) -> str:
         """What to say where requests of one batch have tokens on both sides of a border; "" where they have not. transformers computes all
@@ -92,10 +102,8 @@ class ModelLimits:
             if numbers.min() < 0 or numbers.max() >= self.vocab_size:
                 raise self._out_of_range(prompt)
         if self.max_positions is not None and len(prompt) > self.max_positions + more:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens, but the model has {self.max_positions} positions; "
-                f"shorten it by {len(prompt) - self.max_positions - more}"
-            )
+            allowed = f"max_model_len is {self.max_positions}" if self.bounded else f"the model has {self.max_positions} positions"
+            raise ValueError(f"the prompt has {len(prompt)} tokens, but {allowed}; shorten it by {len(prompt) - self.max_positions - more}")
         return prompt
 
     def _out_of_range(self, prompt: Sequence[int]) -> ValueError:

@@ -66,6 +66,18 @@ class Completion:
     answer: int = 0
 
     @property
+    def num_cached_tokens(self) -> int:
+        """`cached_tokens`, as vLLM calls them."""
+        return self.cached_tokens
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the new tokens' log-probabilities; None unless they were asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(each[token] for each, token in zip(self.logprobs, self.token_ids, strict=True))
+
+    @property
     def outputs(self) -> tuple[Completion]:
         """Itself, for programs that read vLLM's results: `n` answers are `n` of these here, beside each other."""
         return (self,)

@@ -29,6 +29,7 @@ async def ready(request: Request) -> Response:
     return _answer(request, (Status.READY,))
 
 
+@router.get("/ping", include_in_schema=False)
 @router.head("/health", include_in_schema=False)
 @router.get("/health", responses=NOT_NOW)
 async def health(request: Request) -> Response:

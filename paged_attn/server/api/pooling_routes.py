@@ -120,6 +120,7 @@ async def embeddings(request: Request, body: EmbeddingBody) -> Response:
     return await _answer(request, body, plan, ("input", "input"), reply)
 
 
+@router.post("/score", include_in_schema=False)
 @router.post(SCORE)
 async def score(request: Request, body: ScoreBody) -> Response:
     """How well texts go together."""
@@ -133,6 +134,8 @@ async def score(request: Request, body: ScoreBody) -> Response:
     return await _answer(request, body, plan, ("text_1", "text_2"), reply)
 
 
+@router.post("/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
 @router.post(RERANK)
 async def rerank(request: Request, body: RerankBody) -> Response:
     """Documents in the order of how well they go with a query, the best first."""

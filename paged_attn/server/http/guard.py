@@ -16,6 +16,7 @@ from paged_attn.shown import shown
 # What limits of keys are about, and what needs a key, as all of /v1 does.
 COUNTED = (
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank", "/tokenize", "/detokenize",
+    "/score", "/rerank", "/v2/rerank",
 )  # fmt: skip
 
 

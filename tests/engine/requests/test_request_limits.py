@@ -66,6 +66,19 @@ def test_positions_bound_prompt_and_new_tokens() -> None:
     assert [LIMITS.allowed_new_tokens(n, 10) for n in (1, 246, 247, 248, 256)] == [10, 10, 10, 9, 1]
 
 
+def test_max_model_len_takes_the_place_of_more_positions() -> None:
+    few = LIMITS.within(40)
+    assert LIMITS.within(None) is LIMITS and few.allowed_new_tokens(38, 10) == 3
+    with pytest.raises(ValueError, match="has 44 tokens, but max_model_len is 40; shorten it by 4"):
+        few.checked_prompt([1] * 44)
+    with pytest.raises(ValueError, match="max_model_len: got 300; allowed: 1 to 256, as many as the model has positions"):
+        LIMITS.within(300)
+    with make_llm(max_model_len=40) as llm:
+        prompt = random_prompts(0, 38)[0]
+        (got,) = llm.generate(prompt, SamplingParams(max_new_tokens=50))
+        assert (got.token_ids, got.finish_reason) == (oracle(prompt, 3), "length") and llm.engine.input_processor.room == 40
+
+
 def test_generation_ends_at_the_last_position() -> None:
     llm = make_llm()
     prompt = random_prompts(0, POSITIONS - 3)[0]
