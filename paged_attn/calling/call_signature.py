@@ -17,12 +17,20 @@ _target_of: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _EMPTY = inspect.Parameter.empty
 
 
+def _called(model: nn.Module) -> nn.Module:
+    """What a wrapper's forward(*args, **kwargs) hands its arguments to, as nn.DataParallel's: its one child; any other model itself."""
+    parameters, children = inspect.signature(model.forward).parameters, list(model.children())
+    is_wrapper = parameters and all(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values())
+    return _called(children[0]) if is_wrapper and len(children) == 1 else model
+
+
 def takes(model: nn.Module, name: str) -> bool:
     """Whether forward accepts this keyword, if only among others in **kwargs.
 
     Where **kwargs lead is not to be seen: they count for models with a config, which pass such keywords on, and for wrappers that take
     nothing else.
     """
+    model = _called(model)
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     takes_no_other = all(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values())
@@ -35,6 +43,7 @@ def token_argument(model: nn.Module) -> str:
     Raises:
         UnsupportedError: forward has no parameter for tokens, or needs others besides tokens and position_ids.
     """
+    model = _called(model)
     parameters = inspect.signature(model.forward).parameters
     named = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if "input_ids" in parameters or (not named and takes(model, "input_ids")):
@@ -56,7 +65,7 @@ def token_argument(model: nn.Module) -> str:
 
 def positions_are_optional(model: nn.Module) -> bool:
     """Whether forward may be called with position_ids and also without."""
-    parameter = inspect.signature(model.forward).parameters.get("position_ids")
+    parameter = inspect.signature(_called(model).forward).parameters.get("position_ids")
     return takes(model, "position_ids") if parameter is None else parameter.default is not _EMPTY
 
 
@@ -77,7 +86,7 @@ def few_ids(model: nn.Module, count: int, device: torch.device) -> Tensor:
 
 def target_arguments(model: nn.Module) -> list[str]:
     """Parameters that take what a model is trained to say, and may be left out."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(_called(model).forward).parameters
     return [name for name in TARGETS if name in parameters and parameters[name].default is not _EMPTY]
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from paged_attn import LLM, SamplingParams
 from tests.engine.model import remote_code
@@ -33,6 +34,22 @@ def test_tokens_are_those_of_the_model(name: str) -> None:
     for page_size in (1, 16):
         with LLM(model, page_size=page_size, num_pages=400, max_batch_tokens=16) as llm:
             assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == expected(name), f"page size {page_size}"
+
+
+def test_a_wrapper_is_called_as_what_it_wraps() -> None:
+    """Whose token ids are not called input_ids, and who takes no position_ids."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = made("SlicedRotary")
+
+        def forward(self, idx: torch.Tensor) -> torch.Tensor:
+            return self.inner(idx)
+
+    for model in (nn.DataParallel(Named()), nn.DataParallel(nn.DataParallel(made("SlicedRotary")))):
+        with LLM(model.eval(), num_pages=40, max_batch_tokens=16) as llm:
+            assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == expected("SlicedRotary")
 
 
 @pytest.mark.parametrize("tokens", [3, 20])
