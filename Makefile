@@ -31,7 +31,7 @@ demo: $(VENV)/.base
 test: $(VENV)/.dev
 	PAGED_ATTN_TEST_SECONDS=300 $(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" --durations 10 $(ARGS)
 
-# The others: every type of model, every planted error, processes, Inductor. CI runs SHARE=1/2 or 2/2 of them (tests/share.py).
+# The others: every type of model, every planted error, processes, Inductor. CI runs one of SHARE=1/6 to 6/6 of them (tests/share.py).
 test-slow: $(VENV)/.dev
 	PAGED_ATTN_TEST_SHARE=$(SHARE) $(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile -m slow --durations 10 -rs $(ARGS)
 
