@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,7 +55,14 @@ class CompiledGraph(RewrittenGraph):
         if context is None:
             return self.original.forward(*args)
         context.ran = True
-        return self.run_paged(context, args) if context.rewritten else self.original.forward(*args)
+        if not context.rewritten:
+            return self.original.forward(*args)
+        if self.changed_numbers(args):
+            raise UnsupportedError(
+                f"since {type(self.model).__name__} was compiled, other numbers were written into a tensor that its attention's mask, "
+                "bias or scale was read from; compile it anew (torch._dynamo.reset(), torch.compile)"
+            )
+        return self.run_paged(context, args)
 
     def run_paged(self, context: ForwardContext, args: Sequence[Any]) -> Any:
         """Run the rewritten graph for the context's batch.
@@ -79,11 +85,6 @@ class CompiledGraph(RewrittenGraph):
             )
         self._check_call(context, args)
         self.check(args)
-        if self.changed_numbers(args):
-            raise UnsupportedError(
-                f"since {type(self.model).__name__} was compiled, other numbers were written into a tensor that its attention's mask, "
-                "bias or scale was read from; compile it anew (torch._dynamo.reset(), torch.compile)"
-            )
         return self._run_paged(*args)
 
     def refuse_recurrent(self) -> None:
@@ -127,10 +128,10 @@ class CompiledGraph(RewrittenGraph):
         baked = [args[index] for index in self.rewrite.baked]
         known = self._baked.get(args[self._marker])
         if known is None:
-            self._baked[args[self._marker]] = [(_version(tensor), tensor.clone()) for tensor in baked]
+            self._baked[args[self._marker]] = [(_mark(tensor), tensor.clone()) for tensor in baked]
             return []
         pairs = zip(baked, known, strict=True)
-        return [now for now, (version, was) in pairs if not (counted and version == _version(now)) and not torch.equal(now, was)]
+        return [now for now, (mark, was) in pairs if not (counted and mark == _mark(now)) and _differ(now, was)]
 
     def _check_states(self, context: ForwardContext) -> None:
         given = getattr(context.recurrent, "layers", None)
@@ -152,9 +153,13 @@ class CompiledGraph(RewrittenGraph):
             self._accepted = context.pool.layers
 
 
-def _version(tensor: Tensor) -> float:
-    """That of no two looks, where nothing counts writes."""
-    return math.nan if tensor.is_inference() else tensor._version
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    """What changes when a tensor's numbers are written, or others are put in their place; of one that counts no writes the place alone."""
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+
+
+def _differ(now: Tensor, was: Tensor) -> bool:
+    return now.device != was.device or now.shape != was.shape or not torch.equal(now, was)
 
 
 @contextmanager

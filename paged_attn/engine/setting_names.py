@@ -131,14 +131,22 @@ def tells_names(what: str, elsewhere: Mapping[str, str], more: Iterable[str] = (
     def telling(function: F) -> F:
         known = [name for name in inspect.signature(function).parameters if name not in ("self", "settings")] + list(more)
 
-        @functools.wraps(function)
-        def checked(*args: Any, **given: Any) -> Any:
+        def check(given: Mapping[str, Any]) -> None:
             if not given.keys() <= set(known):
                 name = next(name for name in given if name not in known)
                 raise TypeError(f"{what} has no {with_hint(name, known, elsewhere)}; known: {', '.join(known)}")
+
+        @functools.wraps(function)
+        def checked(*args: Any, **given: Any) -> Any:
+            check(given)
             return function(*args, **given)
 
-        return checked  # type: ignore[return-value]
+        @functools.wraps(function)
+        async def awaited(*args: Any, **given: Any) -> Any:
+            check(given)
+            return await function(*args, **given)
+
+        return awaited if inspect.iscoroutinefunction(function) else checked  # type: ignore[return-value]
 
     return telling
 

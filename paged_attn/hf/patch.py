@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -98,23 +99,37 @@ class Patched:
 
     def _record_layers(self) -> None:
         found = self._recorded()
+        refuse_recurrent(self.model, "paged_attn.patch")
+        expected = getattr(text_config(self.model), "num_hidden_layers", "an unknown number of")
+        if len(found) != expected:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} has {expected} layers, but {len(found)} of them called the attention that they were "
+                "given: the others compute their own, and would silently lose their mask. Use torch.compile(model, backend='paged_attn')."
+            )
         self.layers = tuple(found.values())
-        self._know(found)
+        self._know({module: index for index, module in enumerate(found)})
 
     def record_again(self) -> list[str]:
         """For a model that was changed meanwhile: modules that took the place of others are known from now on. Returns the layers that
         compute another attention than they did; then nothing is changed here."""
-        found = self._recorded()
-        if tuple(found.values()) != self.layers:
-            pairs = zip(self.layers, found.values(), strict=False)
-            return [now.module for before, now in pairs if before != now] or [type(self.model).__name__]
+        known = {spec.module: index for index, spec in enumerate(self.layers)}
+        try:
+            found = self._recorded()
+        except UnsupportedError as why:
+            return [f"some layer ({why})"]
+        at = {module: known.get(spec.module, -1) for module, spec in found.items()}
+        specs = [(spec, self.layers[index]) for spec, index in zip(found.values(), at.values(), strict=True) if index >= 0]
+        others = [now.module for now, before in specs if replace(now, kv_layer=before.kv_layer) != before]
+        if others := others + [spec.module for spec in found.values() if spec.module not in known]:
+            return others
         self._forget()
-        self._know(found)
+        self._know(at)
         return []
 
-    def _know(self, modules: Iterable[nn.Module]) -> None:
+    def _know(self, modules: Mapping[nn.Module, int]) -> None:
+        """By module, which of `layers` it is."""
         self._modules = list(modules)
-        for index, module in enumerate(self._modules):
+        for module, index in modules.items():
             _patched[module] = (self, index)
 
     def _recorded(self) -> dict[nn.Module, AttentionSpec]:
@@ -128,14 +143,6 @@ class Patched:
                 self.model(input_ids=tokens, position_ids=tokens - 1, use_cache=False)
         finally:
             _recording.state = None
-        expected = getattr(text_config(self.model), "num_hidden_layers", "an unknown number of")
-        if not self.layers:  # else it was asked before
-            refuse_recurrent(self.model, "paged_attn.patch")
-        if len(found) != expected:
-            raise UnsupportedError(
-                f"{type(self.model).__name__} has {expected} layers, but {len(found)} of them called the attention that they were "
-                "given: the others compute their own, and would silently lose their mask. Use torch.compile(model, backend='paged_attn')."
-            )
         return found
 
     def logits(self, ids: Tensor, positions: Tensor) -> Tensor:

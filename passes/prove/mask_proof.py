@@ -83,14 +83,16 @@ def _table_limit(probe: MaskProbe) -> int:
 
 def _prove(probe: MaskProbe, max_positions: int | None) -> MaskProof:
     found: list[MaskFamily] = []
+    heads = probe.num_heads
     for length, scale in zip(_match_lengths(probe), probe.scales, strict=True):
-        mask = probe.run((length,), scale, seed=length).visible
+        seen = probe.run((length,), scale, seed=length)
+        mask, heads = seen.visible, max(heads, 1 if seen.bias is None else len(seen.bias))
         family = match_family(mask)
         if family is None:
             raise unproved(probe.where, mask, f"it matches no known family on {length} tokens")
         found.append(family)
     family = _unscale(probe, found)
-    direct = probe.run((_direct_length(probe, family, max_positions),), None, seed=0)
+    direct = probe.run((_direct_length(probe, family, max_positions, heads),), None, seed=0)
     _explain_numbers(probe, family, direct)
     _check(probe, found, family, direct.visible)
     bias = None if direct.bias is None else _prove_bias(probe, direct.visible, direct.bias, max_positions)
@@ -123,13 +125,14 @@ def _unscale(probe: MaskProbe, found: list[MaskFamily]) -> MaskFamily:
     return MaskFamily(first.causal, limit("window"), limit("chunk"), limit("ahead"))
 
 
-def _direct_length(probe: MaskProbe, family: MaskFamily, max_positions: int | None) -> int:
+def _direct_length(probe: MaskProbe, family: MaskFamily, max_positions: int | None, heads: int) -> int:
+    """`heads`: that the mask or bias differs for."""
     longest = min(DIRECT_LIMIT, math.isqrt(MOST_DIRECT_ELEMENTS // probe.num_heads))
     length = max(
         (limit + 97 for limit in (family.window, family.chunk, family.ahead) if limit is not None and limit + 97 <= longest), default=0
     )
     if probe.stored_length > DIRECT_LENGTH:  # numbers in a tensor may begin to matter anywhere in it
-        length = max(length, min(probe.stored_length, math.isqrt(MOST_BIAS_ELEMENTS // probe.num_heads)))
+        length = max(length, min(probe.stored_length, math.isqrt((MOST_BIAS_ELEMENTS if heads == 1 else MOST_DIRECT_ELEMENTS) // heads)))
     longest = max(DIRECT_LIMIT, probe.stored_length)
     return min(max(length, DIRECT_LENGTH), probe.table_length or longest, max_positions or longest)
 

@@ -298,9 +298,9 @@ class TracedRunner:
 
     def changed_attention(self, found: Difference) -> list[str]:
         """Tensors whose numbers became part of a spec."""
-        changed = self.compiled.changed_numbers(self._traced.all, counted=False) if found.written else []
-        names = {id(tensor): name for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())}
-        return [f"other numbers were written into {names.get(id(tensor), 'a tensor')}" for tensor in changed]
+        changed = self.compiled.changed_numbers(self._traced.all, counted=False) if found.written or found.moved else []
+        names = {tensor.data_ptr(): name for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())}
+        return [f"other numbers were written into {names.get(tensor.data_ptr(), 'a tensor')}" for tensor in changed]
 
     def remember(self) -> None:
         """Nothing: the graph is compared with the model as it is."""

@@ -102,6 +102,10 @@ def test_an_engine_does_not_go_on_with_old_numbers(scores: Scores, names: str) -
             with pytest.raises(ModelChangedError, match=f"numbers were written into layers.0.{names}, and attention goes on"):
                 served(llm, given, 1)
             changed[0].div_(2)
+            before, changed[0].data = changed[0].data, changed[0].data * 2
+            with pytest.raises(ModelChangedError, match=f"layers.0.{names}"):
+                served(llm, given, 1)
+            changed[0].data = before.clone()  # the same numbers at another address
             model.head.weight.mul_(-1)
         assert served(llm, given, 6) == [greedy(model, each, 6) for each in given]
 
@@ -118,7 +122,7 @@ def test_nor_does_a_compiled_model_under_a_context() -> None:
                 logits = compiled(batch.model_inputs()["input_ids"])
             torch.testing.assert_close(logits[0, :9], model(torch.tensor([prompt]))[0])
             model.head.weight.mul_(2)  # followed
-        model.layers[1].bias.weight.mul_(2)
+        model.layers[1].bias.weight.data = model.layers[1].bias.weight * 2
         with pytest.raises(UnsupportedError, match="other numbers were written into a tensor that its attention's mask, bias or scale"):
             with forward_context(batch, pool):
                 compiled(batch.model_inputs()["input_ids"])

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
 from paged_attn.engine.model.model_state import ModelState
+from paged_attn.engine.runners.model_watch import ModelChangedError
 from tests.check.test_rare_ids import OfRareIds
 from tests.engine.models import OVERLAP, assert_idle
 from tests.oracle import greedy, random_prompts
@@ -330,3 +331,20 @@ def test_weights_that_somebody_writes_during_a_step_are_still_followed() -> None
     state.leave_out_written_since(before)
     found = state.difference()
     assert found is not None and found.written
+
+
+def test_a_hooked_model_attends_as_it_is_now_or_says_that_it_does_not() -> None:
+    model, prompt = build_type("gemma3_text"), random_prompts((20,))[0]
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    with LLM(model, compile=False, num_pages=100) as llm:
+        layers = model.model.layers  # type: ignore[union-attr]
+        attention: Any = layers[1].self_attn
+        attention.scaling *= 3
+        with pytest.raises(ModelChangedError, match=r"scaling was .* with which model\.layers\.1\.self_attn would attend otherwise"):
+            llm.generate([prompt], params)
+        attention.scaling /= 3
+        torch.manual_seed(1)
+        layers[1].self_attn = type(attention)(attention.config, 1).eval()  # type: ignore[union-attr, operator]
+        assert llm.generate([prompt], params)[0].token_ids == greedy(model, prompt, 6)
+        del layers[2]  # type: ignore[union-attr, operator]
+        assert llm.generate([prompt], params)[0].token_ids == greedy(model, prompt, 6)
