@@ -128,9 +128,8 @@ class Closed(BaseModel):
         if not isinstance(values, dict):
             return values
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        if (
-            unknown := next((name for name, value in values.items() if value is not None and name not in known | cls.ignored), None)
-        ) is not None:
+        allowed = known | cls.ignored
+        if (unknown := next((name for name, value in values.items() if value is not None and name not in allowed), None)) is not None:
             raise unknown_field(unknown, _field_instead(unknown, known))
         return {name: value for name, value in values.items() if name in known}
 
