@@ -117,14 +117,16 @@ class Patched:
             found = self._recorded()
         except UnsupportedError as why:
             return [f"some layer ({why})"]
-        at = {module: known.get(spec.module, -1) for module, spec in found.items()}
-        specs = [(spec, self.layers[index]) for spec, index in zip(found.values(), at.values(), strict=True) if index >= 0]
-        others = [now.module for now, before in specs if replace(now, kv_layer=before.kv_layer) != before]
-        if others := others + [spec.module for spec in found.values() if spec.module not in known]:
-            return others
-        self._forget()
-        self._know(at)
-        return []
+
+        def attends_otherwise(now: AttentionSpec) -> bool:
+            before = self.layers[known[now.module]] if now.module in known else None
+            return before is None or replace(now, kv_layer=before.kv_layer) != before
+
+        others = [spec.module for spec in found.values() if attends_otherwise(spec)]
+        if not others:
+            self._forget()
+            self._know({module: known[spec.module] for module, spec in found.items()})
+        return others
 
     def _know(self, modules: Mapping[nn.Module, int]) -> None:
         """By module, which of `layers` it is."""

@@ -132,9 +132,10 @@ def _direct_length(probe: MaskProbe, family: MaskFamily, max_positions: int | No
         (limit + 97 for limit in (family.window, family.chunk, family.ahead) if limit is not None and limit + 97 <= longest), default=0
     )
     if probe.stored_length > DIRECT_LENGTH:  # numbers in a tensor may begin to matter anywhere in it
-        length = max(length, min(probe.stored_length, math.isqrt((MOST_BIAS_ELEMENTS if heads == 1 else MOST_DIRECT_ELEMENTS) // heads)))
-    longest = max(DIRECT_LIMIT, probe.stored_length)
-    return min(max(length, DIRECT_LENGTH), probe.table_length or longest, max_positions or longest)
+        most = MOST_BIAS_ELEMENTS if heads == 1 else MOST_DIRECT_ELEMENTS
+        length = max(length, min(probe.stored_length, math.isqrt(most // heads)))
+    ends = [end for end in (probe.table_length, max_positions) if end]
+    return min([max(length, DIRECT_LENGTH), *ends])
 
 
 def _explain_numbers(probe: MaskProbe, family: MaskFamily, direct: Seen) -> None:
