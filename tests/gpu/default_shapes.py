@@ -3,7 +3,8 @@
 A config's defaults are the shape of the checkpoint that the type was made for, mostly. Here it keeps all of them but the number of
 layers (the first, and one of each other kind) and, where that would not fit, of experts. Random weights. Asked of each type: does an
 engine with default settings accept it, and are the logits of the same tokens as near to the float32 model's as transformers' own?
-A false alarm of the self-check in 16 bits is seen here and not with tiny models. One JSON line a type is added to the file.
+What the defaults leave open (GIVEN) is as in a checkpoint of the type. A false alarm of the self-check in 16 bits is seen here and not
+with tiny models. One JSON line a type is added to the file.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from paged_attn.tolerances import row_errors
 from tests.gpu.published_shapes import engine_of, spread
 from tests.teacher_forced import by_engine, by_model
 from tests.zoo.configs import TYPES, config_for, model_class
-from tests.zoo.overrides import NOT_STANDALONE
+from tests.zoo.overrides import FULL, LINEAR, NOT_STANDALONE, ROPE, ROPES, SHARED_KV, SLIDING
 from tests.zoo.run_one import first_sentence
 from tests.zoo.shrink import LAYER_COUNTS, kinds_of_layers, per_layer_lists
 
@@ -42,6 +43,34 @@ LAYERS = 2
 MOST, FEWER_EXPERTS = 3e9, 16  # parameters, beyond which a layer has so many experts
 EXPERTS = "num_experts num_local_experts n_routed_experts moe_num_experts moe_num_primary_experts".split()
 FURTHER = 1.25  # than transformers' own logits, in the median
+GIVEN: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "layer_types": [SLIDING, FULL], "rope_parameters": {kind: {**rope, "mrope_section": [16, 24, 24]} for kind, rope in ROPES.items()},
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 500_000.0, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+    "gemma3n_text": {
+        **SHARED_KV, "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0], "intermediate_size": [16384] * 4,
+        "vocab_size_per_layer_input": 4096,
+    },
+    "granitemoehybrid": {"layer_types": [LINEAR, FULL]},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", FULL], "num_dense_layers": 1},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 128, "indexer_compress_ratio": 4,
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "xlm": {"causal": True},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": [LINEAR, "hybrid", LINEAR, "hybrid"], "num_hidden_layers": 4},
+}  # fmt: skip
 
 
 def with_few_layers(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
@@ -56,7 +85,9 @@ def with_few_layers(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfi
     if lists:
         chosen = kinds_of_layers(lists.values(), LAYERS)
         few = dict.fromkeys(counts, len(chosen)) | {name: [value[index] for index in chosen] for name, value in lists.items()}
-    return type(config)(**{**few, **parts, **changes})
+    if getattr(config, "is_decoder", None) is False:
+        few["is_decoder"] = True
+    return type(config)(**{**few, **parts, **GIVEN.get(config.model_type, {}), **changes})
 
 
 def default_config(model_type: str, **changes: Any) -> PreTrainedConfig:

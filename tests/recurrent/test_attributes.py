@@ -17,10 +17,10 @@ from tests.oracle import greedy, random_prompts
 from tests.tiny_models import COMMON
 
 
-def griffin() -> PreTrainedModel:
+def griffin(window: int = 8) -> PreTrainedModel:
     config = AutoConfig.for_model(
         "recurrent_gemma",
-        **{**COMMON, "lru_width": 32, "attention_window_size": 8, "num_hidden_layers": 3, "head_dim": 8},
+        **{**COMMON, "lru_width": 32, "attention_window_size": window, "num_hidden_layers": 3, "head_dim": 8},
     )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).eval()
@@ -40,6 +40,15 @@ def test_tokens_are_the_models_own(settings: dict[str, Any]) -> None:
             assert [done.token_ids for done in llm.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))] == expected
         assert [layer.spec.module for layer in llm.engine.runner.recurrent] == [f"model.layers.{i}.temporal_block" for i in (0, 1)]
     assert greedy(model, prompts[2], 8) == expected[2]
+
+
+def test_a_window_longer_than_the_watched_calls(capfd: pytest.CaptureFixture[str]) -> None:
+    """As published checkpoints have it (2,048): short calls are given no mask, the traced one is. Its failed first trace is not told."""
+    model, prompt = griffin(window=2048), random_prompts((17,))[0]
+    expected = greedy(model, prompt, 4)
+    with LLM(model, page_size=4, num_pages=50, max_batch_tokens=16) as llm:
+        assert llm.generate([prompt], SamplingParams(max_new_tokens=4, ignore_eos=True))[0].token_ids == expected
+    assert "Error while creating guard" not in capfd.readouterr().err
 
 
 def test_a_layer_says_what_it_keeps_and_what_it_can() -> None:
@@ -73,6 +82,21 @@ def test_what_is_not_read_is_left_out(masked: bool) -> None:
     call = Call("sum", module, {"x": x, "mask": mask}, "", Summing(masked)(x, mask))
     assert without_unused(call) == (frozenset() if masked else {"mask"})
     assert (call.arguments["mask"] is None) is not masked and module.total is None
+
+
+class Doubling(Summing):
+    """Doubles its sums where it is given a mask, and reads none of its numbers."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x) * (1 if mask is None else 2)
+
+
+@pytest.mark.parametrize("module", [Summing(False), Doubling(False)], ids=["ignores", "counts on it"])
+def test_what_was_none_may_be_any_tensor_if_it_is_not_read(module: Summing) -> None:
+    x = torch.randn(1, 5, 4)
+    call = Call("sum", module, {"x": x, "mask": None}, "", Summing(False)(x))
+    assert without_unused(call) == ({"mask"} if type(module) is Summing else frozenset())
+    assert call.arguments["mask"] is None and module.total is None
 
 
 def test_outermost_owners_and_equal_shapes() -> None:

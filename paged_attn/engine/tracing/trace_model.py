@@ -35,7 +35,7 @@ from paged_attn.engine.tracing.repeated.find import AlikeLayers, alike_layers
 from paged_attn.engine.tracing.repeated.marks import marked
 from paged_attn.engine.tracing.repeated.same_code import NotAlike, guards_of_trace
 from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, not_traced
-from paged_attn.engine.tracing.while_tracing import messages, no_collections, no_metrics_log, open_multihead_attention, plain_buffers
+from paged_attn.engine.tracing.while_tracing import dynamo_unlogged, messages, no_collections, open_multihead_attention, plain_buffers
 from paged_attn.passes.find.softmax import UnknownAttention
 from paged_attn.passes.fx.model_facts import max_positions
 from paged_attn.passes.prove.mask_probe import ShortTable
@@ -276,7 +276,7 @@ def _traced(
     settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False, ignore_logger_methods=messages())
     try:
         with (
-            as_served(model), plain_buffers(model), settings, unwrapped_refusals(), no_collections(), no_metrics_log(), any_length(),
+            as_served(model), plain_buffers(model), settings, unwrapped_refusals(), no_collections(), dynamo_unlogged(), any_length(),
             open_multihead_attention(),
             marked(model, layers) as numbers,
         ):  # fmt: skip

@@ -76,12 +76,17 @@ def messages() -> set[Callable[..., Any]]:
 
 
 @contextmanager
-def no_metrics_log() -> Iterator[None]:
-    """Inside, Dynamo says nothing of the metrics that it cannot write down. Trap: torch 2.11 sorts every set of its settings for them, and
-    prints a traceback for one of functions, such as `messages`."""
-    logger = logging.getLogger("torch._dynamo.metrics_context")
-    before, logger.disabled = logger.disabled, True
+def dynamo_unlogged() -> Iterator[None]:
+    """Inside, Dynamo logs nothing of two kinds: a failed trace, whose error says it all, and metrics that it cannot write down.
+
+    Trap: torch 2.11 sorts every set of its settings for those, and prints a traceback for one of functions, such as `messages`.
+    """
+    loggers = [logging.getLogger(name) for name in ("torch._dynamo.metrics_context", "torch._guards")]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
     try:
         yield
     finally:
-        logger.disabled = before
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled

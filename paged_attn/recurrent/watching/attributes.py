@@ -41,13 +41,22 @@ def calls_of(model: nn.Module, inputs: dict[str, Any], names: Mapping[str, Any])
 
 
 def without_unused(call: Call) -> frozenset[str]:
-    """Sets tensors to None in a call's arguments without which the module gives the same, such as masks; returns their names."""
+    """Sets tensors to None in a call's arguments without which the module gives the same, such as masks.
+
+    Returns:
+        their names, and those of parameters that were None (a mask of a prompt shorter than a window) and may be any tensor.
+    """
     rows, unused = _output_tensor(call.output), set[str]()
+    if rows is None:
+        return frozenset()
     parameters = inspect.signature(call.module.forward).parameters
     for name, value in list(call.arguments.items()):
-        if not isinstance(value, Tensor) or name not in parameters or (rows is not None and value.shape[:2] == rows.shape[:2]):
+        if name not in parameters or not (value is None or isinstance(value, Tensor)):
             continue
-        tried = {**call.arguments, name: None}
+        if isinstance(value, Tensor) and value.shape[:2] == rows.shape[:2]:
+            continue
+        unread = torch.empty(1, 1, rows.shape[1], rows.shape[1], dtype=torch.bool, device="meta")  # whatever reads it fails
+        tried = {**call.arguments, name: unread if value is None else None}
         try:
             with left_as_it_was(call.module), torch.no_grad():
                 again = _output_tensor(call.module(**tried))
@@ -55,8 +64,8 @@ def without_unused(call: Call) -> frozenset[str]:
             raise
         except MODEL_ERRORS:  # of the module's own code: it needs it
             continue
-        if again is not None and rows is not None and again.equal(rows):
-            call.arguments = tried
+        if again is not None and not again.is_meta and again.equal(rows):
+            call.arguments[name] = None
             unused.add(name)
     return frozenset(unused)
 
