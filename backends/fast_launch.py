@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from paged_attn.backends.compile_ahead import is_compiling_ahead, launch
+from paged_attn.backends.compiling.compile_ahead import is_compiling_ahead, launch
 
 Argument = Tensor | int | float
 

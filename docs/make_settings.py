@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from docs import marked_tables
-from paged_attn.backends.selection.table import markdown_table
 from paged_attn.cli.options import add_engine, add_run_options
 from paged_attn.cli.serve_options import API_KEY_VARIABLE, add_server_options
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.report.backend_table import markdown_table
 from paged_attn.server.settings import ServerSettings
 
 PAGE = Path(__file__).with_name("settings.md")

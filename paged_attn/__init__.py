@@ -17,7 +17,7 @@ _EXPORTS = {
     "KVPool": "attn_ops.kv.kv_pool",
     "PageAllocator": "attn_ops.kv.page_allocator",
     "RecurrentStates": "recurrent.states",
-    "RadixCache": "attn_ops.kv.radix_cache",
+    "RadixCache": "engine.memory.radix_cache",
     "UnsupportedError": "attn_ops.errors",
     "current_context": "attn_ops.context",
     "forward_context": "forward",

@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx, nn
 
 from paged_attn.attn_ops.context import current_context
-from paged_attn.calling.compiled_calls import uncompiled
+from paged_attn.calling.uncompiled import uncompiled
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import CompiledGraph
 
@@ -46,7 +46,7 @@ def paged_attn(
 
     def run(*args: Any) -> Any:
         if "transformers" in sys.modules and current_context() is None:
-            from paged_attn.hf.compiled.install import install_paged_calls
+            from paged_attn.hf.compiled_generate.install import install_paged_calls
 
             install_paged_calls(parsed)
         return compiled(*args)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paged_attn import LLM, Batch, BatchRequest, KVPool, UnsupportedError, attention_layers, explain, forward_context
 from paged_attn.dynamo_backend import graphs_of
 from paged_attn.passes.report import LayerReport
-from paged_attn.report.explanation import break_words, group_layers, ranges
+from paged_attn.report.explanation import break_words, equal_layers, ranges
 from paged_attn.report.inspection import explanation
 from tests.tiny_models import build
 
@@ -162,7 +162,7 @@ def test_ranges_and_groups_collapse_only_equal_layers() -> None:
         moved = type(spec)(**{**vars(spec), "module": module, "kv_layer": kv_layer})
         return LayerReport(layer_id, moved, "F.sdpa", "proof", "declared", "a", (0, 1, 2, 3), "b")
 
-    groups = group_layers([report(0, "h.0", 0), report(1, "h.1", 1), report(2, "x.y", 1), report(3, "h.3.z", 1), report(4, "h.4", 4)])
+    groups = equal_layers([report(0, "h.0", 0), report(1, "h.1", 1), report(2, "x.y", 1), report(3, "h.3.z", 1), report(4, "h.4", 4)])
     assert [(g.title, g.modules) for g in groups] == [("layers 0-1, 4", "h.{0-1,4}"), ("layers 2-3", "x.y, h.3.z")]
     assert groups[1].spec.endswith("reads the KV of layer 1")
 

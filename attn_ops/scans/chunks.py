@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.host_copy import copy_to_device
-from paged_attn.attn_ops.scans.segments import ChunkBounds, Segments
+from paged_attn.attn_ops.scans.state_segments import ChunkBounds, StateSegments
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Chunks:
     num_segments: int
 
     @classmethod
-    def of(cls, segments: Segments, size: int, device: torch.device) -> Chunks:
+    def of(cls, segments: StateSegments, size: int, device: torch.device) -> Chunks:
         bounds = ChunkBounds.of(segments, size)
         first, counts = bounds.requests
         real = np.arange(size) < bounds.counts[:, None]

@@ -15,7 +15,7 @@ from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.batch.host_copy import copy_to_device
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.scans.chunks import Chunks
-from paged_attn.attn_ops.scans.segments import ChunkBounds, Segments
+from paged_attn.attn_ops.scans.state_segments import ChunkBounds, StateSegments
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Extends:
         return self._on_device(np.concatenate(parts))
 
     @cached_property
-    def segments(self) -> Segments:
+    def segments(self) -> StateSegments:
         """The requests cut at their checkpoints."""
-        return Segments.of(self.starts, self.lengths, self.slots, self.checkpoints)
+        return StateSegments.of(self.starts, self.lengths, self.slots, self.checkpoints)
 
     @cached_property
     def segments_on_device(self) -> Tensor:

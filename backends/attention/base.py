@@ -56,7 +56,7 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
-    compiles_ahead: ClassVar[bool] = False  # all that `plan`, `plan_in_graph` and `forward` launch goes through `backends.compile_ahead`
+    compiles_ahead: ClassVar[bool] = False  # all that `plan`, `plan_in_graph` and `forward` launch goes through `backends.compiling`
 
     def __init__(self, *, deterministic: bool = False) -> None:
         if deterministic and Feature.DETERMINISTIC not in self.capabilities.features:

@@ -43,7 +43,7 @@ class ScansBackend(ABC):
     name: ClassVar[str]
     needs: ClassVar[Needs]
     ops: ClassVar[frozenset[str]]
-    compiles_ahead: ClassVar[bool] = False  # all that its kernels launch goes through `backends.compile_ahead`
+    compiles_ahead: ClassVar[bool] = False  # all that its kernels launch goes through `backends.compiling.compile_ahead`
 
     def unmet(self, problem: ScanProblem) -> list[str]:
         """Every reason why it cannot compute this op, packages apart; empty if it can."""

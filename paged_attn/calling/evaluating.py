@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from paged_attn.calling.compiled_calls import without_compiled_calls
 from paged_attn.calling.hf_configs import logits_alone
 from paged_attn.calling.plain_modes import plain_modes
 from paged_attn.calling.reference_functions import reference_functions
+from paged_attn.calling.uncompiled import without_compiled_calls
 
 
 @contextmanager

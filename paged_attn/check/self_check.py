@@ -25,7 +25,7 @@ from paged_attn.check.compare.later_tokens import check_later_tokens
 from paged_attn.check.compare.long_positions import check_long_positions
 from paged_attn.check.compare.noise import Noise
 from paged_attn.check.compare.ragged import compare_ragged
-from paged_attn.check.compare.suspects import without_choices
+from paged_attn.check.compare.suspects import unexplained
 from paged_attn.check.compare.windows import Attention, check_windows
 from paged_attn.check.runs.served import Original, Served, must_run
 from paged_attn.check.runs.steps import ProbeSettings, others_for, probe_prompts, rare_ids, with_rare_ids
@@ -96,7 +96,7 @@ def check_served(
     if served.is_causal:
         check_later_tokens(original, truth, noise, served.settings)
     check_long_positions(served, truth, longest, model)
-    found = without_choices(compare_ragged(served, truth, noise), original, truth, noise, served.settings)
+    found = unexplained(compare_ragged(served, truth, noise), original, truth, noise, served.settings)
     if served.settings.fails(bool(found)):
         raise refusal(found[0], served, original, truth, noise)
     check_windows(served, attention, truth, noise, longest)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from paged_attn.attn_ops.specs.lora import LoraSite
-from paged_attn.capture.compiled.artifacts import ArtifactCache
-from paged_attn.capture.compiled.pieces import compile_pieces
+from paged_attn.capture.compiled_pieces.artifacts import ArtifactCache
+from paged_attn.capture.compiled_pieces.pieces import compile_pieces
 from paged_attn.capture.split.split_graph import SplitGraph, split_graph
 from paged_attn.capture.split.split_ops import split_ops
 from paged_attn.passes.fx.graph_tools import copy_graph_module, value_of

@@ -17,8 +17,8 @@ from paged_attn.attn_ops.specs.experts import ExpertsSpec
 from paged_attn.backends.devices import has_triton
 from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import select_experts
-from paged_attn.capture.compiled.artifacts import ArtifactCache
-from paged_attn.capture.compiled.pieces import PieceReport, compile_pieces
+from paged_attn.capture.compiled_pieces.artifacts import ArtifactCache
+from paged_attn.capture.compiled_pieces.pieces import PieceReport, compile_pieces
 from paged_attn.capture.split.split_graph import SplitGraph, split_graph
 from paged_attn.capture.split.split_ops import split_ops
 from paged_attn.compiled.experts_ahead import compile_graph_ahead

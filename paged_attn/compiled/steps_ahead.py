@@ -72,7 +72,7 @@ def compile_steps_ahead(
         layers: one spec per attention layer.
         dtype: of the model, and of its keys and values.
     """
-    from paged_attn.backends.compile_ahead import compiling_ahead, on_fakes
+    from paged_attn.backends.compiling.compile_ahead import compiling_ahead, on_fakes
 
     try:
         backend = select(

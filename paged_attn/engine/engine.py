@@ -20,8 +20,8 @@ from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.kv.layer_groups import group_layers
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.backends.devices import has_triton
-from paged_attn.calling.compiled_calls import uncompiled
 from paged_attn.calling.plain_modes import in_plain_modes
+from paged_attn.calling.uncompiled import uncompiled
 from paged_attn.capture.graphs.recorder import Recorder
 from paged_attn.engine.build_runtime import lora_runner, make_runner, ready_to_step, refuse_for_pooling, step_tokens_on_gpu
 from paged_attn.engine.config import EngineConfig
@@ -29,7 +29,7 @@ from paged_attn.engine.generation_config import default_params
 from paged_attn.engine.input_processor import InputProcessor
 from paged_attn.engine.lora.lora_pool import LoraPool
 from paged_attn.engine.memory.budget import MemoryBudget
-from paged_attn.engine.memory.grouped_kv import kv_manager
+from paged_attn.engine.memory.grouped_kv import make_kv_manager
 from paged_attn.engine.model.model_limits import ModelLimits
 from paged_attn.engine.output_processor import EngineStats, OutputProcessor
 from paged_attn.engine.pooling.pooler import Pooler
@@ -134,7 +134,7 @@ class Engine:
         if self.states and self.config.prefix_cache and not slots.kept:
             logger.info("no prefix is reused: its KV is of no use without the recurrent state at its end (see state_snapshots)")
         interval = self.config.snapshot_interval if takes_chunks else 0  # else all that follows one runs token by token
-        self.kv = kv_manager(self.config, groups, self.pool.num_pages, slots, self.states, interval)
+        self.kv = make_kv_manager(self.config, groups, self.pool.num_pages, slots, self.states, interval)
         self.input_processor = InputProcessor(
             limits, self.kv.longest, self.config.page_size, tokenizer, self.states is not None, defaults,
             None if self.is_causal else self.config.step_tokens,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_attn.attn_ops.private_files import RefusedFileError, make_private_folder, read_file
-from paged_attn.capture.compiled.artifacts import VARIABLE, private_user_folder
+from paged_attn.capture.compiled_pieces.artifacts import VARIABLE, private_user_folder
 
 logger = logging.getLogger("paged_attn")
 MOST_BYTES = 64 << 20

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 from paged_attn.attn_ops.specs.latent import HeadRows, LatentSpec
-from paged_attn.capture.compiled.artifacts import ArtifactCache
-from paged_attn.capture.compiled.pieces import CachedPiece, load_pieces
+from paged_attn.capture.compiled_pieces.artifacts import ArtifactCache
+from paged_attn.capture.compiled_pieces.pieces import CachedPiece, load_pieces
 from paged_attn.capture.split.split_graph import split_graph
 from paged_attn.capture.split.split_ops import split_ops
 from paged_attn.compiled.graph_inputs import PER_CALL, GraphInputs

@@ -18,7 +18,7 @@ from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.calling.plain_modes import autocasts
 from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.hf.cache_name import CACHE_NAME, given_cache
-from paged_attn.hf.compiled.call_rows import CallRows, call_rows, more_than_tokens
+from paged_attn.hf.compiled_generate.call_rows import CallRows, call_rows, more_than_tokens
 from paged_attn.hf.patch import Patched
 from paged_attn.hf.shared_table import SharedTable
 from paged_attn.passes.fx.model_facts import model_dtype

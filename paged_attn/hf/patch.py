@@ -23,9 +23,9 @@ from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.calling.compiled_calls import uncompiled
 from paged_attn.calling.hf_configs import attention_configs, attention_implementation
 from paged_attn.calling.plain_modes import in_plain_modes
+from paged_attn.calling.uncompiled import uncompiled
 from paged_attn.check.hooked import Watch, check_hooked
 from paged_attn.check.runs.steps import ProbeSettings, probe_prompts
 from paged_attn.hf.mask import ProvedMask, prove_mask_function

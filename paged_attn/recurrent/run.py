@@ -108,7 +108,7 @@ class TokenByToken(RecurrentRunner):
 
 
 class KernelsAlone(RecurrentRunner):
-    """For `backends.compile_ahead`: what no kernel serves is left out, as there is nothing to compile."""
+    """For `backends.compiling.compile_ahead`: what no kernel serves is left out, as there is nothing to compile."""
 
     def kernels(self, layer_id: int) -> Kernels:
         return _Served(super().kernels(layer_id))

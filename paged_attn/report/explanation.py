@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from paged_attn.capture.compiled.pieces import PieceReport
+from paged_attn.capture.compiled_pieces.pieces import PieceReport
 from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.passes.pass_list import PASSES
 from paged_attn.passes.report import LayerReport, Rewrite
@@ -22,7 +22,7 @@ HOOK_PROOF = "the mask function evaluated, the config compared, a ragged probe a
 
 
 @dataclass(frozen=True)
-class LayerGroup:
+class EqualLayers:
     """Layers that are equal in everything but their ids and module paths; `modules` is one path with `{0-2,4}` where they differ."""
 
     layer_ids: tuple[int, ...]
@@ -40,7 +40,7 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class RecurrentGroup:
-    """Recurrent layers with the same states: their modules as in `LayerGroup`, and the bytes of one request's state in each of them."""
+    """Recurrent layers with the same states: their modules as in `EqualLayers`, and the bytes of one request's state in each of them."""
 
     count: int
     modules: str
@@ -58,7 +58,7 @@ class GraphExplanation:
     besides: what optional passes did.
     """
 
-    layers: tuple[LayerGroup, ...]
+    layers: tuple[EqualLayers, ...]
     not_paged: str
     pieces: int
     compiled_by: str
@@ -78,7 +78,7 @@ class GraphExplanation:
     def of(cls, graph: CompiledGraph) -> GraphExplanation:
         found = graph.rewrite
         return cls(
-            layers=group_layers(found.layers),
+            layers=equal_layers(found.layers),
             not_paged="" if graph.split is not None else found.not_paged,
             pieces=len(graph.split.pieces) if graph.split is not None else 0,
             compiled_by=graph.compiled_by,
@@ -95,7 +95,7 @@ class GraphExplanation:
     def of_hooked(cls, runner: Runner) -> GraphExplanation:
         """Of a model whose attention is hooked: there is no graph, and the layers say what they compute."""
         reports = [LayerReport(i, spec, HOOKED, HOOK_PROOF, HOOK_PROOF, "", (), "") for i, spec in enumerate(runner.layers)]
-        return cls(group_layers(reports), "", 0, runner.runs_as, 0, 0)
+        return cls(equal_layers(reports), "", 0, runner.runs_as, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def break_words(breaks: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {names[name]}" for name, count in breaks.items()) or "no split op"
 
 
-def layer_lines(group: LayerGroup) -> list[str]:
+def layer_lines(group: EqualLayers) -> list[str]:
     """The five lines of a group."""
     return [
         f"  {group.title}  {group.modules}",
@@ -185,23 +185,23 @@ def group_recurrent(layers: Iterable[RecurrentLayer]) -> tuple[RecurrentGroup, .
     )  # fmt: skip
 
 
-def group_layers(reports: Iterable[LayerReport]) -> tuple[LayerGroup, ...]:
+def equal_layers(reports: Iterable[LayerReport]) -> tuple[EqualLayers, ...]:
     """Groups in the order of their first layers."""
     members: dict[tuple[object, ...], list[LayerReport]] = {}
     for report in reports:
         owner = report.spec.kv_layer if report.spec.kv_layer != report.layer_id else -1
         key = (replace(report.spec, kv_layer=owner, module=""), report.found_by, report.proof, report.declared)
         members.setdefault(key, []).append(report)
-    return tuple(_group(group) for group in members.values())
+    return tuple(_equal(group) for group in members.values())
 
 
-def _group(reports: Sequence[LayerReport]) -> LayerGroup:
+def _equal(reports: Sequence[LayerReport]) -> EqualLayers:
     first = reports[0]
     spec = first.spec.describe()
     if first.spec.kv_layer != first.layer_id:
         spec += f", reads the KV of layer {first.spec.kv_layer}"
     ids = tuple(report.layer_id for report in reports)
-    return LayerGroup(ids, _modules([r.spec.module for r in reports]), spec, first.found_by, first.proof, first.declared)
+    return EqualLayers(ids, _modules([r.spec.module for r in reports]), spec, first.found_by, first.proof, first.declared)
 
 
 def _modules(paths: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from paged_attn.attn_ops.kv.layer_groups import LENGTH, LayerGroup
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.selection.select import select
 from paged_attn.calling.call_signature import few_ids, takes, token_argument
-from paged_attn.calling.compiled_calls import CALL, uncompiled
+from paged_attn.calling.uncompiled import CALL, uncompiled
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.refusals import unwrapped_refusals
 from paged_attn.compiled_graph import CompiledGraph, recorded_graphs
@@ -71,7 +71,7 @@ def explain(compiled: nn.Module | LLM | Engine) -> str:
 def explanation(compiled: nn.Module | LLM | Engine) -> Explanation:
     """The same as data."""
     from paged_attn.engine.runners.traced_runner import TracedRunner
-    from paged_attn.hf.compiled.compiled_calls import PagedCalls
+    from paged_attn.hf.compiled_generate.paged_calls import PagedCalls
 
     target = _engine_or_model(compiled)
     calls = vars(target).get(CALL)

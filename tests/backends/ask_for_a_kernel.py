@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from triton.runtime import driver
 
-from paged_attn.backends import compile_ahead
-from paged_attn.backends.compile_job import CompilingDriver
+from paged_attn.backends.compiling import compile_ahead
+from paged_attn.backends.compiling.compile_job import CompilingDriver
 from paged_attn.backends.sampling.greedy_kernel import best_of_row
 from tests.backends.gpus import named
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from triton.backends.compiler import GPUTarget
 
-from paged_attn.backends.compile_job import Job
+from paged_attn.backends.compiling.compile_job import Job
 from paged_attn.backends.machine import Machine
 
 
@@ -46,7 +46,7 @@ GPUS = {
 
 
 def only_compiled(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> Any:
-    """In place of `backends.compile_ahead.launch`: the compiled kernel, for the GPU that the program is told to compile for."""
+    """In place of `backends.compiling.compile_ahead.launch`: the compiled kernel, for the GPU that the program is told to compile for."""
     return Job.of(kernel, named().target, grid, arguments, constants).compile()
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
-from paged_attn.backends import compile_pool
-from paged_attn.backends.compile_pool import Jobs, Workers
+from paged_attn.backends.compiling import compile_pool
+from paged_attn.backends.compiling.compile_pool import Jobs, Workers
 
 
 class Written:

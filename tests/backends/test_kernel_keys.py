@@ -11,7 +11,7 @@ KEYS = """
 import importlib, json, pkgutil, sys
 from triton.runtime import JITFunction
 from paged_attn import backends
-from paged_attn.backends.compile_job import settle_key
+from paged_attn.backends.compiling.compile_job import settle_key
 
 found = {}
 for module in pkgutil.walk_packages(backends.__path__, backends.__name__ + "."):

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from paged_attn.capture.compiled import artifact_key as keys
-from paged_attn.capture.compiled.artifact_key import artifact_key
-from paged_attn.capture.compiled.artifacts import ArtifactCache
+from paged_attn.capture.compiled_pieces import artifact_key as keys
+from paged_attn.capture.compiled_pieces.artifact_key import artifact_key
+from paged_attn.capture.compiled_pieces.artifacts import ArtifactCache
 
 
 class Written:
@@ -185,7 +185,7 @@ def test_the_key_is_the_same_in_another_process(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    imports = "from paged_attn.capture.compiled.artifact_key import artifact_key; import torch"
+    imports = "from paged_attn.capture.compiled_pieces.artifact_key import artifact_key; import torch"
     code = f"{imports}; torch.set_num_threads(1); print(artifact_key('a'))"
     threads = torch.get_num_threads()
     try:

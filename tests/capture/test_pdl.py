@@ -13,8 +13,8 @@ from torch._inductor import config
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.utils import IndentedBuffer
 
-from paged_attn.capture.compiled import pieces
-from paged_attn.capture.compiled.artifact_key import settings_text
+from paged_attn.capture.compiled_pieces import pieces
+from paged_attn.capture.compiled_pieces.artifact_key import settings_text
 from paged_attn.capture.inductor.pdl import pdl, waiting_first
 
 WAIT, LAUNCH = TritonKernel.GDC_WAIT, TritonKernel.GDC_LAUNCH

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext
 
-from paged_attn.capture.compiled import piece_finder
-from paged_attn.capture.compiled.piece_finder import Piece, pieces_of
+from paged_attn.capture.compiled_pieces import piece_finder
+from paged_attn.capture.compiled_pieces.piece_finder import Piece, pieces_of
 from paged_attn.capture.split.split_graph import split_graph
 from paged_attn.capture.split.split_ops import split_ops
 from paged_attn.passes.fx.graph_tools import value_of

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from paged_attn.capture.compiled import piece_finder
-from paged_attn.capture.compiled import pieces as module
-from paged_attn.capture.compiled.artifacts import ArtifactCache
-from paged_attn.capture.compiled.pieces import PieceReport, compile_pieces, load_pieces
+from paged_attn.capture.compiled_pieces import piece_finder
+from paged_attn.capture.compiled_pieces import pieces as module
+from paged_attn.capture.compiled_pieces.artifacts import ArtifactCache
+from paged_attn.capture.compiled_pieces.pieces import PieceReport, compile_pieces, load_pieces
 from paged_attn.capture.split.split_graph import SplitGraph, split_graph
 from paged_attn.capture.split.split_ops import split_ops
 from paged_attn.passes.fx.graph_tools import value_of

@@ -70,8 +70,8 @@ class Children:
 
 
 def test_on_a_gpu_each_backend_that_can_run_computes_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_attn.backends.selection import matrix
-    from paged_attn.backends.selection.matrix import MatrixRow
+    from paged_attn.report import backend_matrix
+    from paged_attn.report.backend_matrix import MatrixRow
 
     row = MatrixRow.of("x", PLAIN)
     heres = {
@@ -82,7 +82,7 @@ def test_on_a_gpu_each_backend_that_can_run_computes_something(monkeypatch: pyte
         "flashinfer": "yes: cuda",
     }
     rows = [type(row)(**{**vars(row), "backend": name, "here": here}) for name, here in heres.items()]
-    monkeypatch.setattr(matrix, "matrix_rows", lambda: rows)
+    monkeypatch.setattr(backend_matrix, "matrix_rows", lambda: rows)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     children = Children(
         monkeypatch, fa3=("compiling\n1e-03 2e-02\n", None), triton=("0.5 0.02", None), torch_native=("nan 0.02", None),

@@ -16,10 +16,11 @@ from triton.runtime import driver
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.kv.kv_pool import KVPool
-from paged_attn.backends import compile_ahead, fast_launch
+from paged_attn.backends import fast_launch
 from paged_attn.backends.attention.triton import plan
 from paged_attn.backends.attention.triton.backend import TritonBackend
-from paged_attn.backends.compile_job import CompilingDriver
+from paged_attn.backends.compiling import compile_ahead
+from paged_attn.backends.compiling.compile_job import CompilingDriver
 from paged_attn.backends.scans.triton import conv, prompts, steps
 from paged_attn.compiled import steps_ahead
 from paged_attn.compiled.steps_ahead import compile_steps_ahead

@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, Unsuppor
 
 pytest.importorskip("triton")
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.backends import compile_ahead
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.hybrid import hybrid_of
 from paged_attn.backends.attention.latent.expanded import FreshPrompts
 from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.triton.backend import TritonBackend
+from paged_attn.backends.compiling import compile_ahead
 from paged_attn.check.runs.steps import lengths_of_steps
 from paged_attn.compiled import rewritten_graph, steps_ahead
 from paged_attn.compiled.steps_ahead import STEPS, RunsWith, compile_steps_ahead

@@ -19,8 +19,8 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from paged_attn.backends import compile_ahead
 from paged_attn.backends.attention.triton.backend import TritonBackend
+from paged_attn.backends.compiling import compile_ahead
 from paged_attn.backends.devices import device_word
 from paged_attn.backends.experts.triton.backend import TritonExpertsBackend
 from paged_attn.backends.fast_launch import FastKernel

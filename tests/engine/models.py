@@ -28,7 +28,7 @@ from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.engine.sampling.sampling_state import SamplingState
-from tests.attn_ops.radix_invariants import check_invariants, num_payloads
+from tests.engine.memory.radix_invariants import check_invariants, num_payloads
 from tests.tiny_models import VOCAB, build
 
 OVERLAP = "PAGED_ATTN_TEST_OVERLAP" in os.environ  # how engines of tests run that do not say: CI runs these tests both ways

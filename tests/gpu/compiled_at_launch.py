@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton import knobs
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.backends import compile_ahead
+from paged_attn.backends.compiling import compile_ahead
 from paged_attn.compiled import rewritten_graph
 from tests.compiled.compile_steps import SHAPES, SIZES
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 import paged_attn
-from paged_attn.hf.compiled import compiled_calls
+from paged_attn.hf.compiled_generate import paged_calls
 from tests.engine.models import tokenizer
 from tests.hf.test_hf_compiled import _small_engines, assert_same_on_pages, calls_of, generate, pair, steps_of
 from tests.tiny_models import build
@@ -105,7 +105,7 @@ def test_models_of_recurrent_states_alone_run_as_written(kind: str, monkeypatch:
     with torch.no_grad():
         for model in (plain, twin):
             model.lm_head.weight.mul_(-1)
-    monkeypatch.setattr(compiled_calls, "Engine", None)  # no other is tried, as none could be of use
+    monkeypatch.setattr(paged_calls, "Engine", None)  # no other is tried, as none could be of use
     assert generate(twin, {"input_ids": IDS}).equal(generate(plain, {"input_ids": IDS}))
 
 

@@ -21,10 +21,10 @@ import paged_attn
 from paged_attn import PagedCache, UnsupportedError
 from paged_attn.engine.engine import Engine
 from paged_attn.hf.cache_name import CACHE_NAME
-from paged_attn.hf.compiled import compiled_calls
-from paged_attn.hf.compiled.call_rows import Part, steps
-from paged_attn.hf.compiled.compiled_calls import PagedCalls
-from paged_attn.hf.compiled.ragged_table import RaggedTable
+from paged_attn.hf.compiled_generate import paged_calls
+from paged_attn.hf.compiled_generate.call_rows import Part, steps
+from paged_attn.hf.compiled_generate.paged_calls import PagedCalls
+from paged_attn.hf.compiled_generate.ragged_table import RaggedTable
 from paged_attn.hf.shared_pages import SharedPages
 from tests.capture.tape import TapeRecorder
 from tests.engine.models import tokenizer
@@ -317,7 +317,7 @@ def test_explain_tells_what_generate_runs_on(caplog: pytest.LogCaptureFixture) -
 @pytest.mark.slow
 def test_captured_steps_serve_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = TapeRecorder()
-    monkeypatch.setattr(compiled_calls, "Engine", partial(Engine, recorder=recorder))
+    monkeypatch.setattr(paged_calls, "Engine", partial(Engine, recorder=recorder))
     monkeypatch.setenv("PAGED_ATTN_MAX_REQUESTS", "8")
     monkeypatch.setenv("PAGED_ATTN_GRAPHS", "full")
     models = build("llama", tie_word_embeddings=False), build("llama", tie_word_embeddings=False)

@@ -14,7 +14,7 @@ from paged_attn.engine.engine import Engine
 from paged_attn.engine.requests.outputs import TokenEvent
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.sampling import sampling_state
-from tests.attn_ops.radix_invariants import check_invariants
+from tests.engine.memory.radix_invariants import check_invariants
 from tests.engine.models import poisoned
 from tests.soak.build import Faults, Injected, assert_closed, assert_nothing_held, book_of, make_llm, model_of
 from tests.soak.cases import BAD, Case, Outcome

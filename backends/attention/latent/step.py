@@ -31,8 +31,8 @@ class LatentBackend(Backend, Protocol):
 
 
 @dataclass(frozen=True)
-class StepPart:
-    """How a step is dealt out: requests whose keys and values are expanded, and the others as a batch of their own.
+class LatentStep:
+    """Requests of a step whose keys and values are expanded, and the others as a batch of their own.
 
     Attributes:
         paged: requests whose expanded keys and values the backend attends to (`attends_expanded`).
@@ -54,11 +54,11 @@ def attend_to_latents(backend: LatentBackend, context: ForwardContext, call: Lat
         always_absorbed: the way must not depend on how a prompt was cut into steps.
     """
     batch, spec = context.batch, call.spec
-    step = None if always_absorbed or batch.mode is ForwardMode.DECODE else _step_part(backend, context, call)
+    step = None if always_absorbed or batch.mode is ForwardMode.DECODE else _latent_step(backend, context, call)
     if step is None:
-        mapped = _mapped_queries(spec, call.query, call.weight_k)
-        store_latent(context.pool, call.layer_id, call.latent, call.rotated, batch, (spec.split(call.query)[1], mapped))
-        _attend(backend, context.plan, call, mapped, call.output)
+        absorbed = absorbed_queries(spec, call.query, call.weight_k)
+        store_latent(context.pool, call.layer_id, call.latent, call.rotated, batch, (spec.split(call.query)[1], absorbed))
+        attend_absorbed(backend, context.plan, call, absorbed, call.output)
         return
     store_latent(context.pool, call.layer_id, call.latent, call.rotated, batch)
     for expansion in step.paged:
@@ -70,38 +70,40 @@ def attend_to_latents(backend: LatentBackend, context: ForwardContext, call: Lat
     if step.others is not None:
         part, plan, at = step.others
         query = call.query[at]
-        mapped = _mapped_queries(spec, query, call.weight_k)
-        mapped[..., spec.rank :] = spec.split(query)[1]
+        absorbed = absorbed_queries(spec, query, call.weight_k)
+        absorbed[..., spec.rank :] = spec.split(query)[1]
         output = call.output.new_empty((part.num_rows, spec.num_q_heads, spec.value_dim))
-        _attend(backend, plan, call, mapped, output)
+        attend_absorbed(backend, plan, call, absorbed, output)
         call.output[at] = output
     call.output[batch.num_tokens :].zero_()
 
 
-def _attend(backend: Backend, plan: Any, call: LatentCall, mapped: Tensor, output: Tensor) -> None:
-    """Mapped queries [T, heads, rank + rotated] attend to the pool's rows, into output [T, heads, value_dim]."""
+def attend_absorbed(backend: Backend, plan: Any, call: LatentCall, absorbed: Tensor, output: Tensor) -> None:
+    """Absorbed queries [T, heads, rank + rotated] attend to the pool's rows, into output [T, heads, value_dim]."""
     spec = call.spec
-    sums = mapped.new_empty((mapped.shape[0], spec.num_q_heads, spec.rank))
-    no_key = mapped[:, :1]  # of the right shape; the step's rows are in the pool
-    backend.forward(plan, call.layer_id, spec, mapped, no_key, no_key[..., : spec.rank], sums, save_kv_cache=False)
+    sums = absorbed.new_empty((absorbed.shape[0], spec.num_q_heads, spec.rank))
+    no_key = absorbed[:, :1]  # of the right shape; the step's rows are in the pool
+    backend.forward(plan, call.layer_id, spec, absorbed, no_key, no_key[..., : spec.rank], sums, save_kv_cache=False)
     maps = spec.values.of(call.weight_v, spec.num_q_heads, spec.value_dim)  # [heads, value_dim, rank]
     with torch.no_grad():
         torch.bmm(sums.transpose(0, 1), maps.transpose(1, 2), out=output.transpose(0, 1))
 
 
-def _step_part(backend: LatentBackend, context: ForwardContext, call: LatentCall) -> StepPart | None:
+def _latent_step(backend: LatentBackend, context: ForwardContext, call: LatentCall) -> LatentStep | None:
     """None where no request is expanded. Layers of one kind share it."""
     if context.latent_plan is None:
         context.latent_plan = {}
     spec, most = call.spec, most_tokens(call)
     kind = (spec.rank, spec.rotated, spec.key_dim, spec.value_dim, spec.num_q_heads, spec.scale, most)
     if kind not in context.latent_plan:
-        context.latent_plan[kind] = _deal_out(backend, context, spec, call.query.dtype, most)
-    step: StepPart | None = context.latent_plan[kind]
+        context.latent_plan[kind] = _absorb_or_expand(backend, context, spec, call.query.dtype, most)
+    step: LatentStep | None = context.latent_plan[kind]
     return step
 
 
-def _deal_out(backend: LatentBackend, context: ForwardContext, spec: LatentSpec, dtype: torch.dtype, most: int) -> StepPart | None:
+def _absorb_or_expand(
+    backend: LatentBackend, context: ForwardContext, spec: LatentSpec, dtype: torch.dtype, most: int
+) -> LatentStep | None:
     batch, device = context.batch, context.pool.device
     starts = list(itertools.accumulate(batch.query_lens_host, initial=0))
     lengths = list(zip(batch.query_lens_host, batch.seq_lens_host, strict=True))
@@ -116,24 +118,24 @@ def _deal_out(backend: LatentBackend, context: ForwardContext, spec: LatentSpec,
         backend.plan_in_graph(plan)
         planned = (part, plan, at)
     if backend.attends_expanded(spec.expanded, dtype, device):
-        return StepPart(paged_expansions(backend, spec.expanded, dtype, batch, chosen, most), (), (), planned)
+        return LatentStep(paged_expansions(backend, spec.expanded, dtype, batch, chosen, most), (), (), planned)
     rows = {r: slice(starts[r], starts[r + 1]) for r in chosen}
     whole = [r for r in chosen if lengths[r][0] == lengths[r][1] <= most]
     fresh = tuple(FreshPrompts.of(group, device) for group in of_like_lengths([rows[r] for r in whole], most))
-    return StepPart((), fresh, tuple((r, rows[r]) for r in chosen if r not in set(whole)), planned)
+    return LatentStep((), fresh, tuple((r, rows[r]) for r in chosen if r not in set(whole)), planned)
 
 
-def _mapped_queries(spec: LatentSpec, query: Tensor, weight_k: Tensor) -> Tensor:
+def absorbed_queries(spec: LatentSpec, query: Tensor, weight_k: Tensor) -> Tensor:
     """Queries [T, heads, key_dim + rotated] as [T, heads, rank + rotated], whose product with a row is that with the head's key.
 
     Their last `rotated` elements are the queries' own, and not written yet.
     """
     plain, _ = spec.split(query)
-    mapped = query.new_empty((query.shape[0], spec.num_q_heads, spec.qk_head_dim))
+    absorbed = query.new_empty((query.shape[0], spec.num_q_heads, spec.qk_head_dim))
     maps = spec.keys.of(weight_k, spec.num_q_heads, spec.key_dim)  # [heads, key_dim, rank]
     with torch.no_grad():
-        torch.bmm(plain.transpose(0, 1), maps, out=mapped[..., : spec.rank].transpose(0, 1))
-    return mapped
+        torch.bmm(plain.transpose(0, 1), maps, out=absorbed[..., : spec.rank].transpose(0, 1))
+    return absorbed
 
 
 def absorbed_operations(spec: LatentSpec, new: int, cached: int) -> float:

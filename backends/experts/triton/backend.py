@@ -38,7 +38,7 @@ class TritonExpertsBackend(ExpertsBackend):
     def compile_ahead(
         self, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating
     ) -> None:
-        from paged_attn.backends.compile_ahead import compiling_ahead
+        from paged_attn.backends.compiling.compile_ahead import compiling_ahead
         from paged_attn.backends.experts.triton.grouped import token_counts
 
         with compiling_ahead(w1.device):

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends.compile_ahead import launch
+from paged_attn.backends.compiling.compile_ahead import launch
 from paged_attn.backends.experts.triton.arguments import constants_of, strides_of
 from paged_attn.backends.experts.triton.few_kernel import few_first, few_second
 from paged_attn.backends.machine import early_start

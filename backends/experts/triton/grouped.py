@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends.compile_ahead import launch
+from paged_attn.backends.compiling.compile_ahead import launch
 from paged_attn.backends.experts.triton.arguments import constants_of, strides_of
 from paged_attn.backends.experts.triton.grouped_kernel import grouped_first, grouped_second, sum_parts
 from paged_attn.backends.experts.triton.hopper import BLOCK, hopper_products

@@ -9,8 +9,8 @@ import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends.compile_ahead import launch
-from paged_attn.backends.compile_job import Boxes
+from paged_attn.backends.compiling.compile_ahead import launch
+from paged_attn.backends.compiling.compile_job import Boxes
 from paged_attn.backends.experts.triton.arguments import constants_of
 from paged_attn.backends.machine import machine_of
 

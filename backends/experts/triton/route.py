@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.routing import Routing
-from paged_attn.backends.compile_ahead import launch
+from paged_attn.backends.compiling.compile_ahead import launch
 from paged_attn.backends.experts.triton.route_kernel import route_kernel
 from paged_attn.backends.machine import early_start
 from paged_attn.backends.unit_stride import unit_last

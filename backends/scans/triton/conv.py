@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.scans.short_conv import channels_in
 from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
-from paged_attn.backends.compile_ahead import launch
+from paged_attn.backends.compiling.compile_ahead import launch
 from paged_attn.backends.scans.triton.conv_kernel import conv_extend, conv_state, conv_step
 from paged_attn.backends.unit_stride import unit_last
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.scans.gated_delta import EPS
 from paged_attn.attn_ops.scans.state_rows import Extends
-from paged_attn.backends.compile_ahead import launch
+from paged_attn.backends.compiling.compile_ahead import launch
 from paged_attn.backends.scans.triton.kda_kernel import scan_by_channel, solve_by_channel, sum_decays
 from paged_attn.backends.scans.triton.prompts import MOST, sizes
 

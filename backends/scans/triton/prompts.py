@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.scans.gated_delta import EPS
 from paged_attn.attn_ops.scans.state_rows import Extends
-from paged_attn.backends.compile_ahead import launch
+from paged_attn.backends.compiling.compile_ahead import launch
 from paged_attn.backends.scans.triton.prompts_kernel import scan_channels, scan_chunks, solve_chunks
 
 MOST = 256  # of a state's dimension that a program holds whole

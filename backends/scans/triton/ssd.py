@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.scans.state_rows import Extends
-from paged_attn.backends.compile_ahead import launch
+from paged_attn.backends.compiling.compile_ahead import launch
 from paged_attn.backends.scans.triton.prompts import COLUMNS, NARROW, WIDE_COLUMNS
 from paged_attn.backends.scans.triton.ssd_kernel import chunk_outputs, chunk_states
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.check.compare.noise import Noise
-from paged_attn.check.compare.suspects import suspects_in, without_choices
+from paged_attn.check.compare.suspects import suspects_in, unexplained
 from paged_attn.check.runs.served import Original
 from paged_attn.check.runs.steps import LONGEST, ProbeSettings
 from paged_attn.check.runs.truth import OtherRun, Truth
@@ -29,7 +29,7 @@ def check_later_tokens(original: Original, truth: Truth, noise: Noise, settings:
         for name, errors in run.errors.items()
         for suspect in suspects_in(name, errors, noise.limits(name, LONGEST, 0, count), rows, run.rows[name], "its last token changed")
     ]
-    found = without_choices(found, original, truth, noise, settings)
+    found = unexplained(found, original, truth, noise, settings)
     if not settings.fails(bool(found)):
         return
     first = found[0]

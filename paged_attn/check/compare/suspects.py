@@ -64,7 +64,7 @@ def suspects_in(
     return [Suspect(name, rows[i][0], rows[i][1], float(errors[i]), float(limits[i]), got[i].clone(), step, boundary) for i in wrong]
 
 
-def without_choices(suspects: Sequence[Suspect], original: Original, truth: Truth, noise: Noise, settings: ProbeSettings) -> list[Suspect]:
+def unexplained(suspects: Sequence[Suspect], original: Original, truth: Truth, noise: Noise, settings: ProbeSettings) -> list[Suspect]:
     """Those of them that no rounding of the original explains, in order. Ranks of a sharded model run it as often as the one that needs
     most of it."""
     left: list[Suspect] = []

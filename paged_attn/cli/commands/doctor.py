@@ -111,9 +111,9 @@ def _backends() -> list[Finding]:
     """On a GPU every backend that can run on it computes a tiny problem; those of other hardware are not listed."""
     import torch
 
-    from paged_attn.backends.selection.matrix import matrix_rows
     from paged_attn.backends.selection.ranking import ORACLE
     from paged_attn.backends.selection.registry import UNSUPPORTED
+    from paged_attn.report.backend_matrix import matrix_rows
 
     rows = [row for row in matrix_rows() if row.backend not in UNSUPPORTED and row.backend != ORACLE]
     gpu = torch.cuda.is_available()

@@ -9,8 +9,8 @@ HELP = "list the graph passes in their order"
 
 
 def run(args: argparse.Namespace) -> int:
-    from paged_attn.backends.selection.table import text_table
     from paged_attn.passes.pass_list import pass_table
+    from paged_attn.report.backend_table import text_table
 
     rows = [[name, optional, what] for name, what, optional in pass_table()]
     print(text_table(["pass", "runs", "what it does"], rows, shutil.get_terminal_size().columns))

@@ -105,7 +105,7 @@ def summary(llm: LLM, seconds: dict[str, float]) -> list[str]:
 
 
 def _folder(kind: str) -> str:
-    from paged_attn.capture.compiled.artifacts import VARIABLE, user_folder
+    from paged_attn.capture.compiled_pieces.artifacts import VARIABLE, user_folder
 
     folder = user_folder(kind)
     return f"no folder of ours ({VARIABLE} is off)" if folder is None else str(folder)

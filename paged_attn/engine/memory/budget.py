@@ -54,7 +54,7 @@ NO_STATE = StateSlots(0, 0)
 
 
 @dataclass(frozen=True)
-class Needs:
+class MemoryNeeds:
     """Bytes that a model takes of the memory for KV and states.
 
     slot: one request's recurrent state; 0 without recurrent layers.
@@ -76,7 +76,7 @@ class Needs:
         groups: Sequence[LayerGroup] = (),
         recurrent: Sequence[RecurrentSpec] = (),
         longest: int | None = None,
-    ) -> Needs:
+    ) -> MemoryNeeds:
         """`longest`: tokens that a request may come to."""
         page = page_elements(layers, config.page_size, groups) * dtype.itemsize
         most = None if longest is None else _pages_of(groups, longest, config)
@@ -134,7 +134,7 @@ class MemoryBudget:
         agree: Callable[[int], int] = int,
     ) -> None:
         self.config, self.layers, self.groups, self.device = config, tuple(layers), tuple(groups), device
-        self.needs = Needs.of(config, layers, dtype, groups, recurrent, longest)
+        self.needs = MemoryNeeds.of(config, layers, dtype, groups, recurrent, longest)
         self.slots = NO_STATE
         if recurrent:
             self.slots = self._state_slots(chunks, agree)

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from paged_attn.attn_ops.kv.grouped_allocator import GroupedAllocator
 from paged_attn.attn_ops.kv.layer_groups import LayerGroup, Retention
-from paged_attn.attn_ops.kv.radix_cache import Match
-from paged_attn.attn_ops.kv.radix_node import RadixNode
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.memory.budget import NO_STATE, StateSlots, frames_of_request
 from paged_attn.engine.memory.kv_manager import KVManager
+from paged_attn.engine.memory.radix_cache import Match
+from paged_attn.engine.memory.radix_node import RadixNode
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.requests.request_rows import RequestRows
 
@@ -235,7 +235,7 @@ def _mark(needed: NDArray[np.bool_], node: RadixNode, count: int) -> None:
         above = above.parent
 
 
-def kv_manager(
+def make_kv_manager(
     config: EngineConfig, groups: Sequence[LayerGroup], num_pages: int, slots: StateSlots, state_pool: StatePool | None, interval: int
 ) -> KVManager:
     """What keeps the books of a pool; `groups` and `num_pages` are the pool's, the rest as in `KVManager`."""

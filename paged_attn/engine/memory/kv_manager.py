@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paged_attn.attn_ops.kv.page_allocator import PageAllocator
-from paged_attn.attn_ops.kv.radix_cache import Match, RadixCache
-from paged_attn.attn_ops.kv.radix_node import RadixNode
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.engine.memory.budget import NO_STATE, StateSlots
+from paged_attn.engine.memory.radix_cache import Match, RadixCache
+from paged_attn.engine.memory.radix_node import RadixNode
 from paged_attn.engine.memory.request_states import RequestStates
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.requests.request_rows import RequestRows

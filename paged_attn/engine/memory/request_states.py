@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.kv.page_allocator import PageAllocator
-from paged_attn.attn_ops.kv.radix_cache import Match
 from paged_attn.attn_ops.kv.state_pool import SlotAllocator, StatePool
 from paged_attn.engine.memory.budget import StateSlots
+from paged_attn.engine.memory.radix_cache import Match
 from paged_attn.engine.memory.state_snapshots import SnapshotPoints, StateSnapshots
 from paged_attn.engine.requests.request import Request
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from itertools import chain
 
 from paged_attn.attn_ops.kv.page_allocator import PageAllocator
-from paged_attn.attn_ops.kv.radix_cache import RadixCache
-from paged_attn.attn_ops.kv.radix_node import RadixNode
 from paged_attn.attn_ops.kv.state_pool import SlotAllocator
+from paged_attn.engine.memory.radix_cache import RadixCache
+from paged_attn.engine.memory.radix_node import RadixNode
 
 NO_SLOT = 0
 SHARED = 2  # locks of a node in whose prefix several requests run

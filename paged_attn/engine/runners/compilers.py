@@ -19,7 +19,7 @@ def start_compilers(device: torch.device | str | None, config: EngineConfig) -> 
     device = default_device() if device is None else torch.device(device)
     if not config.compile or device.type != "cuda" or not torch.cuda.is_available() or not has_triton():
         return
-    from paged_attn.backends.compile_ahead import start_workers
+    from paged_attn.backends.compiling.compile_ahead import start_workers
 
     pin_triton_cache()  # first: they begin with this process's environment
     start_workers()

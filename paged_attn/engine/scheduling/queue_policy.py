@@ -6,8 +6,8 @@ import bisect
 from collections.abc import Callable
 from typing import Protocol
 
-from paged_attn.attn_ops.ranked_queue import RankedQueue
 from paged_attn.engine.memory.kv_manager import KVManager
+from paged_attn.engine.ranked_queue import RankedQueue
 from paged_attn.engine.requests.request import Request
 
 

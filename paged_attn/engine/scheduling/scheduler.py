@@ -109,7 +109,7 @@ class Scheduler:
             if self._must_wait_whole(request, plan):
                 break
             count = self._chunk_length(request, plan)
-            if count and self._reserve(request, request.num_cached + count, plan, drained):
+            if count and self._reserve_or_preempt(request, request.num_cached + count, plan, drained):
                 plan.add_chunk(request, count)
         self._admit(plan, drained)
         # A step of few decodes costs as much as one with those that could join it once this step's tokens are there.
@@ -145,7 +145,7 @@ class Scheduler:
         if len(lacking) and not self.kv.add_page_each(rows, indices[lacking]):
             for index in lacking.tolist():
                 request = requests[index]
-                if request in self.running and not self._reserve(request, request.num_cached + 1, plan, drained):
+                if request in self.running and not self._reserve_or_preempt(request, request.num_cached + 1, plan, drained):
                     left_out.add(request)
         plan.add_decodes(self.running.without(left_out))
         prefilling = [requests[index] for index in (~needs_one).nonzero()[0].tolist()] if left_out else []
@@ -160,7 +160,7 @@ class Scheduler:
         """As many tokens as there are left, and as the budgets allow."""
         return min(request.num_remaining, plan.budget, max(request.scores_from - request.num_cached, 0) + plan.score_budget)
 
-    def _reserve(self, request: Request, num_tokens: int, plan: StepPlan, drained: bool) -> bool:
+    def _reserve_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan, drained: bool) -> bool:
         while not self.kv.reserve(request, num_tokens):
             if not drained:
                 self.wants_drain = True

@@ -22,7 +22,7 @@ from paged_attn.capture.graphs.graph_set import CaptureSpec, GraphKey
 from paged_attn.capture.split.split_ops import is_split_op, split_ops
 from paged_attn.engine.lora.lora_slots import LoraSlots
 from paged_attn.engine.runners.runner import Runner
-from paged_attn.engine.steps.forward import FutureTokens, SampleInGraph, forward
+from paged_attn.engine.steps.future_tokens import FutureTokens, SampleInGraph, forward
 from paged_attn.engine.steps.one_row_check import OneRowCheck
 from paged_attn.recurrent.run import RecurrentRunner
 

@@ -16,7 +16,7 @@ from paged_attn.engine.requests.request_rows import RequestRows
 from paged_attn.engine.sampling.prompt_scores import ScoredTokens
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.scheduling.step_plan import ScheduledStep
-from paged_attn.engine.steps.forward import future_token
+from paged_attn.engine.steps.future_tokens import future_token
 
 NONE_IN_FLIGHT = -1
 

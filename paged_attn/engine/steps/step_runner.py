@@ -23,7 +23,7 @@ from paged_attn.engine.lora.lora_slots import LoraSlots
 from paged_attn.engine.runners.runner import Runner
 from paged_attn.engine.steps.capture_report import CaptureReport
 from paged_attn.engine.steps.capture_specs import CaptureSettings, CaptureSpecs, extend_shape, full_shape
-from paged_attn.engine.steps.forward import FutureTokens, Output, SampleInGraph, forward
+from paged_attn.engine.steps.future_tokens import FutureTokens, Output, SampleInGraph, forward
 from paged_attn.engine.steps.one_row_check import OneRowCheck
 from paged_attn.progress import bar
 from paged_attn.recurrent.run import RecurrentRunner

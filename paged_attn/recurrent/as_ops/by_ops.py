@@ -185,7 +185,7 @@ def _compiles_ahead(layer: RecurrentLayer) -> bool:
 
 def compile_ahead(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> None:
     """The kernels that `apart` will launch, by other processes at once."""
-    from paged_attn.backends.compile_ahead import compiling_ahead, on_fakes
+    from paged_attn.backends.compiling.compile_ahead import compiling_ahead, on_fakes
 
     device = _device(layer)
     steps = [(batch, _rows(layer, batch.num_tokens, number)) for number, batch in enumerate(_batches(device))]

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from paged_attn import __version__
 from paged_attn.asynchronous.status import Status
-from paged_attn.server.api.of_request import state_of
+from paged_attn.server.api.request_state import state_of
 
 router = APIRouter()
 NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"description": "not now; the body says why"}}

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from paged_attn.engine.lora.adapter_files import read_adapter
 from paged_attn.server.api.bounds import Closed, Name
-from paged_attn.server.api.of_request import state_of
+from paged_attn.server.api.request_state import state_of
 from paged_attn.server.http.errors import ERRORS, ApiError, bad_request
 from paged_attn.shown import shown
 

@@ -21,7 +21,17 @@ from paged_attn.engine.pooling.outputs import EmbeddingValues, PoolingOutput, Sc
 from paged_attn.engine.pooling.plans import PoolingPlan, embed_plan, score_plan
 from paged_attn.server.api.bodies import PROMPTS, listed
 from paged_attn.server.api.bounds import Closed, Name, Salt, within
-from paged_attn.server.api.of_request import answered, begin, call_of, caller_of, check_count, check_priority, ready, seconds_of, state_of
+from paged_attn.server.api.request_state import (
+    call_of,
+    caller_of,
+    check_count,
+    check_priority,
+    ready,
+    run_until_ended,
+    seconds_of,
+    state_of,
+    submit_and_wait,
+)
 from paged_attn.server.http.errors import ERRORS, ApiError, bad_request
 from paged_attn.shown import shown
 
@@ -182,7 +192,7 @@ async def _answer(
             prompts, [plan.params], caller.namespace(body.cache_salt, state.settings.share_prefixes),
             tenant=caller.tenant, priority=body.priority or 0, text_at_end=True, arrived=call_of(request).arrived,
         )  # fmt: skip
-        await begin(request, job, param)
+        await submit_and_wait(request, job, param)
         requests = await job.finished()
         try:
             outputs = await asyncio.to_thread(plan.read, requests)
@@ -190,7 +200,7 @@ async def _answer(
             raise ApiError(500, str(error), code="bad_logits") from error
         return JSONResponse(reply(outputs, job))
 
-    return await answered(request, run, seconds_of(body.timeout_seconds))
+    return await run_until_ended(request, run, seconds_of(body.timeout_seconds))
 
 
 def _score_plan(engine: Engine, first: Any, second: Any) -> PoolingPlan:

@@ -16,9 +16,8 @@ from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.server.api.bodies import Body, CompletionBody, listed
 from paged_attn.server.api.chat_body import ChatBody
 from paged_attn.server.api.completion_reply import CompletionReply
-from paged_attn.server.api.of_request import (
-    answered,
-    begin,
+from paged_attn.server.api.replies import ChatReply, Reply
+from paged_attn.server.api.request_state import (
     call_of,
     caller_of,
     check_count,
@@ -26,10 +25,11 @@ from paged_attn.server.api.of_request import (
     check_priority,
     model_names,
     ready,
+    run_until_ended,
     seconds_of,
     state_of,
+    submit_and_wait,
 )  # fmt: skip
-from paged_attn.server.api.replies import ChatReply, Reply
 from paged_attn.server.api.responses.body import ResponsesBody
 from paged_attn.server.api.responses.reply import ResponsesReply
 from paged_attn.server.http.callers import Caller
@@ -116,13 +116,13 @@ async def _answer(
 
     async def run() -> Response:
         job = await _job(await prompts(), body, request)
-        await begin(request, job, body.prompt_name)
+        await submit_and_wait(request, job, body.prompt_name)
         reply = make_reply(job, body, texts, job.lora or state.settings.model_name)
         if body.stream:
             return EventStream(reply.lines(), lambda: state.llm.thread.cancel(job))
         return JSONResponse(await reply.whole())
 
-    return await answered(request, run, seconds_of(body.timeout_seconds))
+    return await run_until_ended(request, run, seconds_of(body.timeout_seconds))
 
 
 async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:

@@ -14,7 +14,7 @@ from paged_attn.asynchronous.texts import Texts, length_of
 from paged_attn.chat.request import ChatRequest
 from paged_attn.server.api.bounds import Closed, Messages, Name, Settings, Tools, at_most
 from paged_attn.server.api.chat_body import refuse_two_ends
-from paged_attn.server.api.of_request import answered, caller_of, ready, state_of
+from paged_attn.server.api.request_state import caller_of, ready, run_until_ended, state_of
 from paged_attn.server.http.errors import ERRORS, ApiError
 
 router = APIRouter(responses=ERRORS)
@@ -64,7 +64,7 @@ async def tokenize(request: Request, body: TokenizeBody) -> Response:
         reply = {"count": len(ids), "max_model_len": engine.input_processor.room, "tokens": ids, "token_strs": strings}
         return JSONResponse(reply)
 
-    return await answered(request, work)
+    return await run_until_ended(request, work)
 
 
 @router.post("/detokenize", response_model=DetokenizeReply)
@@ -75,7 +75,7 @@ async def detokenize(request: Request, body: DetokenizeBody) -> Response:
     async def work() -> Response:
         return JSONResponse({"prompt": await texts.text_of(body.tokens, caller_of(request).tenant)})
 
-    return await answered(request, work)
+    return await run_until_ended(request, work)
 
 
 async def _prompts(request: Request, body: TokenizeBody, texts: Texts) -> Sequence[Prompt]:

@@ -8,8 +8,8 @@ import torch
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, StateCheckpoint
 from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
 from paged_attn.attn_ops.scans.chunks import Chunks
-from paged_attn.attn_ops.scans.segments import ChunkBounds, Segments
 from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
+from paged_attn.attn_ops.scans.state_segments import ChunkBounds, StateSegments
 from tests.attn_ops.scans.problems import RECURRENCES, SLOTS, starts_of
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def test_states_on_the_way_are_bitwise_those_of_steps_that_end_there(name: str, 
 
 
 def test_segments_and_their_chunks() -> None:
-    segments = Segments.of([5, 0, 8], [3, 5, 4], [7, 8, 9], {1: [StateCheckpoint(1, 2), StateCheckpoint(4, 3)]})
+    segments = StateSegments.of([5, 0, 8], [3, 5, 4], [7, 8, 9], {1: [StateCheckpoint(1, 2), StateCheckpoint(4, 3)]})
     assert [each.tolist() for each in segments] == [[5, 0, 1, 4, 8], [3, 1, 3, 1, 4], [0, 1, 1, 1, 2], [7, 2, 3, 8, 9]]
     bounds = ChunkBounds.of(segments, 2)
     assert bounds.rows.tolist() == [5, 7, 0, 1, 3, 4, 8, 10] and bounds.counts.tolist() == [2, 1, 1, 2, 1, 1, 2, 2]
@@ -117,7 +117,7 @@ def test_segments_and_their_chunks() -> None:
 
 
 def test_chunks_of_ragged_requests() -> None:
-    chunks = Chunks.of(Segments.of([5, 0], [3, 5], [1, 2], {}), 2, CPU)
+    chunks = Chunks.of(StateSegments.of([5, 0], [3, 5], [1, 2], {}), 2, CPU)
     assert chunks.rows.tolist() == [[5, 6], [7, 0], [0, 1], [2, 3], [4, 0]]
     assert chunks.real.tolist() == [[True, True], [True, False], [True, True], [True, True], [True, False]]
     assert chunks.order.tolist() == [1, 0] and [wave.tolist() for wave in chunks.waves] == [[2, 0], [3, 1], [4]]

@@ -13,8 +13,9 @@ from triton import knobs
 from triton.runtime import driver
 
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends import compile_ahead, machine
-from paged_attn.backends.compile_job import CompilingDriver
+from paged_attn.backends import machine
+from paged_attn.backends.compiling import compile_ahead
+from paged_attn.backends.compiling.compile_job import CompilingDriver
 from paged_attn.backends.experts.triton import few, grouped, hopper
 from paged_attn.backends.experts.triton.backend import TritonExpertsBackend
 from tests.backends.experts.operands import operands

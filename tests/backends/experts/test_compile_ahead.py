@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 from paged_attn.attn_ops.ops.experts import EXPERTS, ONE_BY_ONE
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends import compile_ahead
+from paged_attn.backends.compiling import compile_ahead
 from paged_attn.backends.experts.one_by_one import OneByOneBackend
 from paged_attn.backends.experts.triton.grouped import ONE_PROGRAM, tiling_for, token_counts
 from paged_attn.compiled.experts_ahead import compile_graph_ahead

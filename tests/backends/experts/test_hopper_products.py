@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from paged_attn.backends.compile_job import Boxes
+from paged_attn.backends.compiling.compile_job import Boxes
 from paged_attn.backends.experts.triton import grouped, hopper
 from paged_attn.backends.machine import Machine
 from tests.backends.experts.operands import DEVICE, GATINGS, close, in_float32, operands, with_loads

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.requests.request import Request
-from tests.attn_ops.radix_invariants import check_invariants
+from tests.engine.memory.radix_invariants import check_invariants
 from tests.engine.models import request_of
 
 

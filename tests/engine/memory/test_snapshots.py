@@ -11,7 +11,7 @@ from paged_attn import SamplingParams
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.steps.in_flight import InFlightStep
-from tests.attn_ops.radix_invariants import check_invariants
+from tests.engine.memory.radix_invariants import check_invariants
 from tests.engine.models import (
     POISON,
     assert_idle,

@@ -9,14 +9,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paged_attn.attn_ops.kv.radix_node import RadixNode
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec
 from paged_attn.engine.memory import state_snapshots
 from paged_attn.engine.memory.budget import StateSlots
 from paged_attn.engine.memory.kv_manager import KVManager
+from paged_attn.engine.memory.radix_node import RadixNode
 from paged_attn.engine.requests.request import Request
-from tests.attn_ops.radix_invariants import check_invariants
+from tests.engine.memory.radix_invariants import check_invariants
 from tests.engine.models import request_of
 
 LAYERS = [RecurrentSpec("layer", (StateSpec("sum", (1,), torch.int64),))]

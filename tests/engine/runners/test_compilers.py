@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 from paged_attn import LLM
-from paged_attn.backends import compile_ahead
+from paged_attn.backends.compiling import compile_ahead
 from paged_attn.engine import llm
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.model import loading

@@ -17,7 +17,7 @@ from paged_attn.engine.memory.budget import NO_STATE, StateSlots
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.scheduling.scheduler import Scheduler
-from tests.attn_ops.radix_invariants import check_invariants
+from tests.engine.memory.radix_invariants import check_invariants
 from tests.engine.models import request_of
 from tests.engine.scheduling.schedulers import Scheduled, each
 

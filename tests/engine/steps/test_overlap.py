@@ -12,7 +12,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 from paged_attn import SamplingParams
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.sampling.sampler_output import SamplerOutput
-from paged_attn.engine.steps.forward import FutureTokens
+from paged_attn.engine.steps.future_tokens import FutureTokens
 from paged_attn.engine.steps.step_runner import StepOutput
 from tests.engine.models import (
     POISON,

@@ -16,7 +16,7 @@ from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
 from paged_attn.engine.requests.request_rows import RequestRows
 from paged_attn.engine.scheduling.running_set import RunningSet
-from paged_attn.engine.steps.forward import future_token
+from paged_attn.engine.steps.future_tokens import future_token
 from paged_attn.engine.steps.step_layout import NONE_IN_FLIGHT, build_step
 from tests.engine.models import assert_idle, make_engine, oracle, random_prompts, request_of, tokenizer
 from tests.engine.scheduling.schedulers import Scheduled

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.hf.cache_name import CACHE_NAME
-from paged_attn.hf.compiled.ragged_table import Lengths, RaggedTable
+from paged_attn.hf.compiled_generate.ragged_table import Lengths, RaggedTable
 from paged_attn.hf.generate.refuse import generate_frame
 
 Ids = NDArray[np.int64]

@@ -16,8 +16,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from paged_attn.attn_ops.kv.page_allocator import PageAllocator
-from paged_attn.attn_ops.kv.radix_node import RadixNode
-from paged_attn.attn_ops.ranked_queue import RankedQueue
+from paged_attn.engine.memory.radix_node import RadixNode
+from paged_attn.engine.ranked_queue import RankedQueue
 
 
 class Match(NamedTuple):

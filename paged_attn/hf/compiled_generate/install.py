@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from paged_attn.calling.compiled_calls import CALL
+from paged_attn.calling.uncompiled import CALL
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.config import EngineConfig
-from paged_attn.hf.compiled.compiled_calls import PagedCalls
+from paged_attn.hf.compiled_generate.paged_calls import PagedCalls
 
 _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
 

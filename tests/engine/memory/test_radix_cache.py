@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paged_attn.attn_ops.kv.page_allocator import PageAllocator
-from paged_attn.attn_ops.kv.radix_cache import RadixCache
-from tests.attn_ops.radix_invariants import check_invariants, num_payloads
+from paged_attn.engine.memory.radix_cache import RadixCache
+from tests.engine.memory.radix_invariants import check_invariants, num_payloads
 
 
 def make(num_pages=64, page_size=2, **kwargs):

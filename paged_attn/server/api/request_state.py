@@ -79,7 +79,7 @@ def seconds_of(given: float | None) -> float | None:
     return given
 
 
-async def answered(request: Request, work: Callable[[], Coroutine[Any, Any, Response]], seconds: float | None = None) -> Response:
+async def run_until_ended(request: Request, work: Callable[[], Coroutine[Any, Any, Response]], seconds: float | None = None) -> Response:
     """What `work` returns. It is cancelled when the client leaves, when its time is over, or by its id, however far it is.
 
     Args:
@@ -102,8 +102,8 @@ async def answered(request: Request, work: Callable[[], Coroutine[Any, Any, Resp
     return Response(status_code=CLIENT_GONE) if answer is None else answer  # nobody reads it; the metrics count it
 
 
-async def begin(request: Request, job: Job, param: str) -> None:
-    """Let the engine take a job, which `answered` ends. Raises ApiError: 400 in its words for what it refuses, with this `param`."""
+async def submit_and_wait(request: Request, job: Job, param: str) -> None:
+    """Let the engine take a job, which `run_until_ended` ends. Raises ApiError: 400 in its words for what it refuses, with this `param`."""
     call_of(request).job = job
     state_of(request).llm.submit(job)
     try:

@@ -1,8 +1,8 @@
 """What must hold of a radix tree at all times: a check visits every node."""
 
 from paged_attn.attn_ops.kv.page_allocator import PageAllocator
-from paged_attn.attn_ops.kv.radix_cache import RadixCache
-from paged_attn.attn_ops.kv.radix_node import RadixNode
+from paged_attn.engine.memory.radix_cache import RadixCache
+from paged_attn.engine.memory.radix_node import RadixNode
 
 
 def check_invariants(cache: RadixCache) -> None:

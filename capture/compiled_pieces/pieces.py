@@ -12,9 +12,9 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
-from paged_attn.capture.compiled.artifact_key import artifact_key
-from paged_attn.capture.compiled.artifacts import Artifact, ArtifactCache, Compiled, tagged
-from paged_attn.capture.compiled.piece_finder import Piece, computes, pieces_of
+from paged_attn.capture.compiled_pieces.artifact_key import artifact_key
+from paged_attn.capture.compiled_pieces.artifacts import Artifact, ArtifactCache, Compiled, tagged
+from paged_attn.capture.compiled_pieces.piece_finder import Piece, computes, pieces_of
 from paged_attn.capture.inductor.launch_sizes import blocks_for_many_rows
 from paged_attn.capture.inductor.pdl import waiting_first
 from paged_attn.capture.inductor.triton_cache import pin_triton_cache

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_attn.attn_ops.kv.page_allocator import PageAllocator
-from paged_attn.attn_ops.kv.radix_cache import RadixCache
+from paged_attn.engine.memory.radix_cache import RadixCache
 
 
 @settings(max_examples=150, deadline=None)

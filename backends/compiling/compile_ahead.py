@@ -27,8 +27,8 @@ from triton import knobs
 from triton.runtime import JITFunction, driver
 
 from paged_attn.attn_ops.batch.batch import Batch
-from paged_attn.backends.compile_job import Boxes, Job, settle_key
-from paged_attn.backends.compile_pool import Jobs, Workers
+from paged_attn.backends.compiling.compile_job import Boxes, Job, settle_key
+from paged_attn.backends.compiling.compile_pool import Jobs, Workers
 
 logger = logging.getLogger("paged_attn")
 LONG_TO_LOAD = 1.0  # seconds, of a kernel from the disk

@@ -14,7 +14,7 @@ from paged_attn.backends.selection.packages import requirement_words, what_is_la
 from paged_attn.backends.selection.registry import backend_class, backend_names
 from paged_attn.backends.selection.scans import BUILT_IN as SCANS
 from paged_attn.backends.selection.scans import scans_backend
-from paged_attn.backends.selection.table import markdown_table, text_table
+from paged_attn.report.backend_table import markdown_table, text_table
 
 HEADERS = (
     "Backend", "Devices", "Phases", "Dtypes", "KV dtypes", "Page sizes", "Head dims", "Group sizes", "Features", "Graphs", "Needs", "Note",

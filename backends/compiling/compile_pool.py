@@ -13,11 +13,11 @@ from concurrent.futures import Future
 from subprocess import PIPE
 from typing import IO
 
-from paged_attn.backends.compile_worker import DONE
+from paged_attn.backends.compiling.compile_worker import DONE
 
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))  # Inductor has as many and more
 IDLE_SECONDS = 60.0  # an engine asks several times as it starts, also for what it needs after weights were read
-COMMAND = (sys.executable, "-m", "paged_attn.backends.compile_worker")
+COMMAND = (sys.executable, "-m", "paged_attn.backends.compiling.compile_worker")
 
 Jobs = list[tuple[bytes, "Future[None]"]]  # pickled, with who waits
 

@@ -13,8 +13,10 @@ import torch
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf, Span
 from paged_attn.backends.devices import devices_here
 from paged_attn.backends.needs import Requirement
-from paged_attn.backends.selection import matrix
-from paged_attn.backends.selection.matrix import (
+from paged_attn.backends.selection.ranking import ROWS
+from paged_attn.backends.selection.registry import backend_class, backend_names
+from paged_attn.report import backend_matrix
+from paged_attn.report.backend_matrix import (
     HEADERS,
     MatrixRow,
     available_here,
@@ -24,9 +26,7 @@ from paged_attn.backends.selection.matrix import (
     matrix_text,
     scans_markdown,
 )
-from paged_attn.backends.selection.ranking import ROWS
-from paged_attn.backends.selection.registry import backend_class, backend_names
-from paged_attn.backends.selection.table import markdown_table, text_table
+from paged_attn.report.backend_table import markdown_table, text_table
 
 SCANS = "<!-- scans -->\n<!-- /scans -->\n"
 EXPERTS = "<!-- experts -->\n<!-- /experts -->\n"
@@ -102,9 +102,9 @@ def test_tables_fit_their_width_and_escape_pipes() -> None:
 def test_install_lines_are_whole_below_tables_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     line = f"pip install '/{'long' * 30}/paged_attn[fast]'"
     lacking = dataclasses.replace(FAST, requirements=(Requirement("no_such_package", "2.0", line),))
-    monkeypatch.setattr(matrix, "backend_names", lambda: ["fast", "faster"])
-    monkeypatch.setattr(matrix, "backend_class", lambda name: SimpleNamespace(capabilities=lacking))
-    monkeypatch.setattr(matrix, "SCANS", {})
+    monkeypatch.setattr(backend_matrix, "backend_names", lambda: ["fast", "faster"])
+    monkeypatch.setattr(backend_matrix, "backend_class", lambda name: SimpleNamespace(capabilities=lacking))
+    monkeypatch.setattr(backend_matrix, "SCANS", {})
     tables, install = matrix_text(90).split("To install:\n")
     assert max(map(len, tables.split("\n"))) <= 90
     assert install == f"  fast, faster: {line}"
@@ -116,8 +116,8 @@ def test_a_module_that_can_not_be_imported_has_a_row(monkeypatch: pytest.MonkeyP
     def load(name: str) -> object:
         raise ImportError("no module acme")
 
-    monkeypatch.setattr(matrix, "backend_names", lambda: ["acme"])
-    monkeypatch.setattr(matrix, "backend_class", load)
+    monkeypatch.setattr(backend_matrix, "backend_names", lambda: ["acme"])
+    monkeypatch.setattr(backend_matrix, "backend_class", load)
     (row,) = matrix_rows()
     assert (row.backend, row.here, row.devices) == ("acme", "no: its module cannot be imported: no module acme", "")
     assert "acme" in matrix_text() and "| acme |" in matrix_markdown()

@@ -1,6 +1,6 @@
-"""`python -m paged_attn.backends.compile_worker`: compiles kernels into Triton's cache on disk, one pickled `Job` of stdin after the other.
+"""`python -m paged_attn.backends.compiling.compile_worker`: compiles kernels into Triton's cache on disk.
 
-It writes a byte for each to stdout, and ends with its stdin, or with the error of a job.
+It reads one pickled `Job` of stdin after the other, writes a byte for each to stdout, and ends with its stdin, or with the error of a job.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import sys
 
 DONE = b"."
-NEEDED = ("paged_attn.backends.compile_job", "triton.compiler", "triton.experimental.gluon")  # PyTorch with them: some seconds
+NEEDED = ("paged_attn.backends.compiling.compile_job", "triton.compiler", "triton.experimental.gluon")  # PyTorch with them: some seconds
 
 
 def main() -> None:

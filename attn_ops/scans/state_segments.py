@@ -13,7 +13,7 @@ from paged_attn.attn_ops.batch.requests import StateCheckpoint
 Integers = NDArray[np.int64]
 
 
-class Segments(NamedTuple):
+class StateSegments(NamedTuple):
     """E requests as S segments, one after another; a segment ends at a checkpoint or with its request.
 
     Attributes:
@@ -30,7 +30,7 @@ class Segments(NamedTuple):
     @classmethod
     def of(
         cls, starts: Sequence[int], lengths: Sequence[int], slots: Sequence[int], checkpoints: Mapping[int, Sequence[StateCheckpoint]]
-    ) -> Segments:
+    ) -> StateSegments:
         if not checkpoints:
             return cls(_integers(starts), _integers(lengths), np.arange(len(lengths)), _integers(slots))
         rows = []
@@ -62,7 +62,7 @@ class ChunkBounds(NamedTuple):
     requests: Integers
 
     @classmethod
-    def of(cls, segments: Segments, size: int) -> ChunkBounds:
+    def of(cls, segments: StateSegments, size: int) -> ChunkBounds:
         each = -(-segments.lengths // size)
         past = np.add.accumulate(each)
         owner = np.arange(len(each)).repeat(each)
