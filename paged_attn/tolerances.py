@@ -1,4 +1,4 @@
-"""When two results count as equal: the one place for tolerances between a model and what was made of it.
+"""Tolerances of whole rows: when two results of a model count as equal. A proof of one operation has its own beside it.
 
 A row is compared as a whole: its error is the length of the difference over the length of the row. What is allowed is a small multiple of
 what rounding alone does to the same row of the same model, which is measured (`paged_attn.check.compare.noise`), and never less than a few

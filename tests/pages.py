@@ -23,6 +23,9 @@ CODE = re.compile(r"(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(<?([^)>\s]+)>?(?:\s+\"[^\"]*\")?\)")
 HEADING = re.compile(r"^#+ +(.+?) *#* *$", re.MULTILINE)
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)+/?")
+BARE = re.compile(r"`([\w-]+\.py)`")
+NAMES = r"((?:`(?![\w.]+\.py`)[\w.]+(?:\(\))?`(?:,? and |,? or |, )?)+)"
+PAIRS = re.compile(rf"{NAMES}\s+(?:in|of|from)\s+`(?P<after>[\w./-]+\.py)`|`(?P<before>[\w./-]+\.py)`:\s+{NAMES}")
 FILES = (".py", ".md", ".json", ".svg", ".toml", ".txt", ".yml", ".yaml", ".sh", ".safetensors")
 NO_RUN = "no-run"
 
@@ -45,8 +48,8 @@ class Block:
 
 
 def all_pages() -> list[str]:
-    """README.md and everything in docs, relative to the root."""
-    return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+    """README.md, DESIGN.md and everything in docs, relative to the root."""
+    return ["README.md", "DESIGN.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(text: str) -> list[Block]:
@@ -80,6 +83,20 @@ def paths(text: str) -> list[str]:
     words = (word.strip(".,;:()[]{}\"'") for each in code for word in each.split())
     bare = (re.sub(r"(::.*|:\d+)$", "", word) for word in words)
     return [word for word in bare if PATH.fullmatch(word) and (word.endswith(FILES) or (ROOT / word.split("/")[0]).is_dir())]
+
+
+def bare_files(text: str) -> list[str]:
+    """Python files that are named in backticks without a folder."""
+    return BARE.findall(FENCE.sub("", text))
+
+
+def pairs(text: str) -> list[tuple[str, str]]:
+    """(file, name) of every "`name` in `file.py`" and "`file.py`: `name`, `other`"; of a dotted name the last part."""
+    found = []
+    for match in PAIRS.finditer(re.sub(r"\s+", " ", FENCE.sub("", text))):
+        names = re.findall(r"`[\w.]*?(\w+)(?:\(\))?`", match[1] or match[4])
+        found += [(match["after"] or match["before"], name) for name in names]
+    return found
 
 
 def run(page: str) -> str:

@@ -1,4 +1,5 @@
-"""README.md and docs: every Python block runs, every link leads somewhere, every path that is named exists.
+"""README.md, DESIGN.md and docs: every Python block runs, every link leads somewhere, every path that is named exists and has what it is
+said to have.
 
 A block runs as it is, on a CPU and without a network; the blocks of a page share one namespace, in order. What needs a GPU, a server, the
 Hub or minutes begins with ```python no-run, and must compile.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +17,14 @@ from pathlib import Path
 import pytest
 
 from tests import pages
-from tests.pages import ROOT, all_pages, anchors, blocks, links, paths
+from tests.pages import ROOT, all_pages, anchors, bare_files, blocks, links, pairs, paths
 
 PAGES = all_pages()
 WITH_CODE = [page for page in PAGES if any(block.runs for block in blocks((ROOT / page).read_text(encoding="utf-8")))]
 # Folders that some machines lack: what is made here, and what users have.
 MADE = ("build/", "dist/", "dump/")
+# Files of others that pages name.
+THEIRS = {"README.md": {"model.py"}}
 
 
 def text_of(page: str) -> str:
@@ -80,6 +84,33 @@ def places(page: str) -> list[Path]:
     return [ROOT, ROOT / "paged_attn", (ROOT / page).parent]
 
 
+def files_meant(page: str, named: str) -> list[Path]:
+    """The files that `named`, a path or a bare name, may mean on a page: a bare one lies in or below a folder that the page names."""
+    if "/" in named:
+        return [at / named for at in places(page) if (at / named).is_file()]
+    text = text_of(page)
+    known = [(at / path).resolve() for path in (*paths(text), *links(text)) for at in places(page) if (at / path).exists()]
+    rooms = {path if path.is_dir() else path.parent for path in known} - {ROOT}
+    return sorted({file for room in rooms for file in room.rglob(named)})
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_bare_file_lies_in_a_folder_that_the_page_names(page: str) -> None:
+    bare = sorted(set(bare_files(text_of(page))) - THEIRS.get(page, set()))
+    gone = [f"`{name}`: {'name its folder' if any(ROOT.rglob(name)) else 'no such file'}" for name in bare if not files_meant(page, name)]
+    assert not gone, f"{page}: {'; '.join(gone)}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_name_is_in_the_file_that_is_said_to_have_it(page: str) -> None:
+    gone = [
+        f"`{name}` is not in {file}"
+        for file, name in pairs(text_of(page))
+        if not any(re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")) for path in files_meant(page, file))
+    ]
+    assert not gone, f"{page}: {'; '.join(gone)}"
+
+
 EXAMPLE = """# One page
 ## `a` and [b](c.md)!
 ## Same
@@ -97,7 +128,8 @@ x = 1
 $ python examples/gone.py --model org/name
 ```
 Paths: `passes/pass_list.py:12`, `tests/a.py::test_b`, `and/or`, ``backends/attention``, `python benchmarks/x.py`, `org/name`,
-`~/.cache/x.json`.
+`~/.cache/x.json`. See `a.py`, `one`, `two.three` and `four()` in `docs/b.py`; `c.py`: `five` or `six`, and `seven`
+in `d.py`, not `eight`.
 """
 
 
@@ -108,7 +140,10 @@ def test_pages_are_read() -> None:
     assert links(EXAMPLE) == ["c.md", "docs/a.md#part", "b.svg"]
     assert anchors(EXAMPLE) == {"one-page", "a-and-b", "same", "same-1"}
     named = ["passes/no_such.py", "examples/gone.py", "passes/pass_list.py", "tests/a.py", "backends/attention", "benchmarks/x.py"]
-    assert paths(EXAMPLE) == named
+    assert paths(EXAMPLE) == [*named, "docs/b.py"]
+    assert bare_files(EXAMPLE) == ["a.py", "c.py", "d.py"]
+    found = {"docs/b.py": ("one", "three", "four"), "c.py": ("five", "six", "seven")}
+    assert pairs(EXAMPLE) == [(file, name) for file, names in found.items() for name in names]
 
 
 def test_a_block_that_fails_is_reported_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

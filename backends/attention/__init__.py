@@ -1,7 +1,9 @@
-"""Attention kernels. `base.py` is the contract on one screen, `capabilities.py` what a kernel can run, as
-data; every other file or folder is a backend.
+"""Attention backends. `base.py` is their contract, `capabilities.py` what a kernel can run, as data.
 
-In: a plan of one step and one layer's tensors. Out: the layer's output rows. A new backend: one file in a
-package of your own, and one line of the entry-point group `paged_attn.backends` (`examples/own_backend.py`);
-or one here, and a line in `BUILT_IN` of `selection/registry.py`, too.
+In: a plan of one step and one layer's tensors. Out: the layer's output rows.
+Backends: those in `BUILT_IN` of `backends/selection/registry.py`; `unsupported.py` has those that are known and refused.
+Around them: `by_group.py` (layers in groups), `hybrid.py` (one for prefill, one for decode), `flash_style.py` (what FlashAttention's
+have in common), `latent/` (latent attention with any of them).
+Change: your own backend: a file of your package, and a line of its entry points `paged_attn.backends` (`examples/own_backend.py`).
+Change: one built in: a file here and a line in `BUILT_IN`.
 """

@@ -1,4 +1,4 @@
-"""Settings under other names: those of the last release, which work for one more with a warning, and those that other engines use."""
+"""Settings under other names: earlier names of ours, which still work with a warning, and those that other engines use."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def tells_names(what: str, elsewhere: Mapping[str, str], more: Iterable[str] = (
 
 
 def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same settings of an engine by their names and values of today, from those of the last release or of other engines.
+    """The same settings of an engine by their names and values of today, from earlier ones or those of other engines.
 
     Raises:
         ValueError: a setting under both names, or one that is gone and was switched on.

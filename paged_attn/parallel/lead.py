@@ -1,4 +1,4 @@
-"""Where `first_rank_leads` was in the last release: take it from `paged_attn`."""
+"""Where `first_rank_leads` was before: take it from `paged_attn`."""
 
 from __future__ import annotations
 

@@ -87,7 +87,9 @@ class Scheduler:
         self._looks_since = 0  # how often it was that one's turn since then
 
     def schedule(self, drained: bool = True) -> ScheduledStep:
-        """The next step, by priority and arrival with decodes first, those with a common prefix next to each other; pages are reserved.
+        """Plan the next step and reserve its pages: decodes first (grouped by shared prefix), then chunks, then new requests.
+
+        New requests that are more urgent than a running prompt come before its next chunk.
 
         Args:
             drained: no launched step is still to be collected. If one is, nothing is preempted: what lacks pages is left out and

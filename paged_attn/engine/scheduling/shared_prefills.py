@@ -15,8 +15,8 @@ MAX_WAITS = 3  # times that a request is held back at most, whatever becomes of 
 class SharedPrefills:
     """Who computes which prefix now, and who waits for it.
 
-    A prefix is known by where the prefix cache ends on its way and by the next `min_tokens` tokens. The one who computes it holds it until
-    a token vouches for it, when all others can have its pages, or until it stops running, for whatever reason.
+    A prefix is known by where the prefix cache ends on its way and by the next `min_tokens` tokens. The request that computes it holds it
+    until a finite token has validated it, when all others can have its pages, or until the request stops running, for whatever reason.
 
     Args:
         min_tokens: that two requests must have in common beyond the prefix cache for one to wait, in whole pages; 0: none waits.
@@ -95,7 +95,7 @@ class SharedPrefills:
         return where, start, tuple(request.tokens[start : start + self._length])
 
     def _is_shared(self, holder: Request) -> bool:
-        """Whether logits vouch for some of what the holder computed since it was admitted."""
+        """Whether finite logits have validated some of what the holder computed since it was admitted."""
         return holder.num_validated > self._prefixes[holder][1]
 
     def _will_keep_state_for(self, request: Request, holder: Request) -> bool:
