@@ -1,3 +1,6 @@
-"""FX rewrites of a Dynamo graph: found by structure, proved on numbers, replaced. `pass_list.py` has the
-order, `runner.py` runs it; `paged-attn passes` prints it.
+"""FX passes over a Dynamo graph: attention is found by structure, proved on numbers, replaced; then the graph is made faster.
+
+In: a Dynamo graph and facts of its model. Out: the rewritten graph and a `Rewrite` that says what was done.
+Change: the passes and their order: `pass_list.py`; which may be left out: `optional.py`; how they run: `runner.py`; dumps: `dump.py`.
+Change: how proved attentions are replaced, layer by layer: `replace_layers.py`; what is told: `report.py`.
 """

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ HOUSE = ("paged_attn", *FOLDERS)
 MAY_IMPORT = {"attn_ops": set(), "backends": {"attn_ops"}, "passes": {"attn_ops"}, "capture": {"attn_ops"}}
 HEAVY = ("transformers", "triton", "flashinfer", "sgl_kernel", "flash_attn", "torch._dynamo", "torch._inductor", "matplotlib", "fastapi")
 MAX_LINES = 500
+WITHOUT_SIGN = ("paged_attn", "paged_attn.demo_model")  # the package itself, and data
 
 
 def sources(*folders: str) -> list[Path]:
@@ -149,7 +151,12 @@ def test_rooms_import_one_way():
 def test_a_room_has_a_sign_and_a_dozen_files_at_most():
     for name, path in modules().items():
         if path.name == "__init__.py":
-            assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip(), f"{name} has no sign: say what comes in, what goes out"
+            sign = ast.get_docstring(ast.parse(path.read_text())) or ""
+            lacks = [word for word in ("In:", "Out:", "Change:") if word not in sign and name not in WITHOUT_SIGN]
+            assert not lacks, f"the sign of {name} lacks {lacks}: say what comes in, what goes out, and where to change what"
+            named = re.findall(r"`([\w./]+(?:\.py|/))`", sign)
+            gone = [each for each in named if not any((at / each).exists() for at in (path.parent, ROOT))]
+            assert not gone, f"the sign of {name} names {gone}, which do not exist"
             files = [file.name for file in path.parent.glob("*.py") if file != path]
             assert len(files) <= 12, f"{name} has {len(files)} files; make rooms of them by what they do: {sorted(files)}"
 

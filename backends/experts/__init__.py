@@ -1,5 +1,7 @@
-"""Kernels for experts behind one contract, `base.py`; `backends/selection/experts.py` says which there are and takes one.
+"""Kernels for experts behind one contract, `base.py`.
 
-In: tokens, the experts chosen for each, stacked weights and a `Gating`. Out: their weighted sum. `triton/` is our own;
-`one_by_one.py` is the truth that the others are compared with. A new one is a file here and a line there.
+In: tokens, the experts chosen for each, stacked weights and a `Gating`. Out: their weighted sum.
+Change: our kernels: `triton/`; others': `flashinfer.py`, `grouped_mm.py`, `sgl_kernel/`; the truth that all are compared with:
+`one_by_one.py`.
+Change: which there are, and who is taken: `backends/selection/experts.py`; a new one is a file here and a line there.
 """

@@ -1,3 +1,5 @@
-"""Storing a step's new K and V, or rows of latents, in the pool: `store.py` is the one way for backends that have no kernel of their
-own for it, `launch.py` calls our kernels.
+"""Storing a step's new K and V, or rows of latents, in the pool.
+
+In: rows and their slots. Out: the pool's pages, written.
+Change: what backends call that have no kernel of their own for it: `store.py`; our kernels: `kernels.py`, launched by `launch.py`.
 """

@@ -1,3 +1,6 @@
-"""Kernels that choose tokens: the largest logit of each row, or one drawn by its settings. Called by
-`engine/sampling`.
+"""Kernels that choose tokens.
+
+In: logits, and `SamplingTensors` of rows that are not greedy. Out: a token of each row. Called by `paged_attn/engine/sampling/`.
+Change: the most likely token: `greedy.py`, `greedy_kernel.py`; drawn tokens (top-k, top-p, min-p): `sample.py`, `sample_kernel.py`.
+Change: the settings that they get: `sampling_tensors.py`.
 """

@@ -1,6 +1,7 @@
-"""Which backend runs a model: `select.py` decides, by `requirements.py` (what the model asks), `ranking.py` or
-`tuned.py` (the order). Experts: `experts.py`, scans: `scans.py`, and what these two share: `by_name.py`.
+"""Which backend runs a model.
 
-In: specs, device, dtype, page size. Out: a backend, or a reason for every one that was refused. Tables of all of
-them: `paged_attn/report/backend_matrix.py`.
+In: specs, device, dtype, page size. Out: a backend, or a reason for every one that was refused.
+Change: what is taken: `select.py`; what a model asks: `requirements.py`, `latents.py`; the order: `ranking.py`, measured: `tuned.py`.
+Change: which backends there are: `registry.py`; optional packages: `packages.py`.
+Change: experts: `experts.py`; scans: `scans.py`; both: `by_name.py`; tables for `explain`, `backends` and docs: `matrix.py`, `table.py`.
 """

@@ -1,5 +1,6 @@
-"""Recording and replaying steps: `recorder.py` is CUDA graphs behind an interface, `graph_set.py` all graphs
-of a model under a budget.
+"""Recording and replaying steps.
 
 In: a callable and fixed buffers. Out: segments to replay, and for every shape without a graph the reason.
+Change: all graphs of a model under a budget: `graph_set.py`; the sizes: `buckets.py`; one run as graphs and ops: `segments.py`.
+Change: CUDA graphs behind an interface: `recorder.py`; whether addresses still hold: `pointer_check.py`.
 """

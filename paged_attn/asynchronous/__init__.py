@@ -1,7 +1,8 @@
-"""One engine for many coroutines: `AsyncLLM`, and what the server is made of. In: prompts as token ids, texts or chats. Out: events and
-completions on the event loops that asked.
+"""One engine for many coroutines: `AsyncLLM` (`async_llm.py`), and what the server is made of.
 
-`async_llm.py` is the face. `engine_thread.py` owns the engine: jobs (`job.py`) and cancels come to it through queues, `job_queue.py` says
-who waits and who is turned away (`request_limit.py` lets `AsyncLLM`'s callers wait instead), `failed_steps.py` whose requests a step that
-raised ends. `texts.py` tokenizes in threads, where clients take turns (`fair_pool.py`).
+In: prompts as token ids, texts or chats. Out: events and completions on the event loops that asked.
+Change: the thread that owns the engine: `engine_thread.py`; what comes to it: `job.py`; what it tells: `snapshot.py`, `stream.py`,
+`status.py`.
+Change: who waits and who is turned away: `job_queue.py`, for `AsyncLLM`'s callers `request_limit.py`; errors: `errors.py`.
+Change: whose requests a step that raised ends: `failed_steps.py`; tokenizing in threads, by turns: `texts.py`, `fair_pool.py`.
 """

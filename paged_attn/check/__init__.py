@@ -1,5 +1,6 @@
-"""The first use proves a model on numbers: `self_check.py` for compiled models, `hooked.py` for hooked ones;
-docs/self_check.md says what and how.
+"""The self-check: the first use proves a model on numbers. docs/self_check.md says what and how.
 
-`runs/` computes the values of both sides, `compare/` judges them.
+In: what is served, and the original. Out: nothing, or an UnsupportedError that names the part, what was measured and what is allowed.
+`self_check.py` is for rewritten graphs, `hooked.py` for hooked models.
+Change: how both sides are run: `runs/`; what is compared, and what is allowed: `compare/`, `paged_attn/tolerances.py`.
 """

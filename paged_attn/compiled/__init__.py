@@ -1,3 +1,7 @@
-"""What one Dynamo graph became: rewritten, split, compiled (`rewritten_graph.py`), with its inputs by role; `lora_graph.py` is
-its variant with adapters. `compiled_graph.py` beside this room runs the original graph, or under a forward context this one.
+"""What one Dynamo graph became: rewritten, split, compiled. `paged_attn/compiled_graph.py` runs it.
+
+In: a Dynamo graph and options. Out: a `RewrittenGraph`, with its inputs by role.
+Change: the way from graph to pieces: `rewritten_graph.py`; its inputs: `graph_inputs.py`; options of torch.compile: `options.py`.
+Change: the variant with adapters: `lora_graph.py`; refusals out of Dynamo: `refusals.py`.
+Change: kernels compiled ahead: `steps_ahead.py`, `experts_ahead.py`.
 """

@@ -1,3 +1,6 @@
-"""Traced and rewritten graphs on disk, as data that hold no code: `cached_graphs.py` looks, `record.py` writes
-and reads, `allowed_calls.py` guards.
+"""Traced and rewritten graphs on disk, as data that hold no code.
+
+In: a model and its settings. Out: the graph that an earlier process captured, or none.
+Change: what makes a graph valid: `_changed` in `cached_graphs.py`, `key.py`; what a record holds: `record.py`, `graph_data.py`.
+Change: what a graph from disk may call: `allowed_calls.py`; files: `entries.py`.
 """

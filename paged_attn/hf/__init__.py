@@ -1,3 +1,8 @@
-"""Hugging Face models and their `generate`. `patch.py` hooks attention without torch.compile, `cache.py` gives `generate` paged KV;
-`generate/` is `custom_generate=paged_attn.generate`, `compiled/` is what `generate` runs on after `model.compile(backend="paged_attn")`.
+"""Hugging Face models and their `generate`.
+
+In: a model of transformers. Out: the same, hooked, with paged KV, or with a `generate` that an engine runs.
+Change: the hook: `patch.py`; its masks: `mask.py`.
+Change: `PagedCache`: `cache.py`, `cache_layers.py`, `cache_probe.py`, `cache_name.py`; its pages: `shared_pages.py`, `shared_table.py`;
+attending in place: `cache_in_place.py`.
+Change: `custom_generate=paged_attn.generate`: `generate/`; `generate` after `model.compile(backend="paged_attn")`: `compiled/`.
 """

@@ -1,4 +1,5 @@
-"""What other programs bring a model in by: a class of theirs over our `LLM`. One file a program, each with the extra of its name.
+"""What other programs bring a model in by: a class of theirs over our `LLM`.
 
-`lm_eval.py`: lm-evaluation-harness.
+In: their calls. Out: their answers. One file a program, each with the extra of its name.
+Change: lm-evaluation-harness: `lm_eval.py`.
 """

@@ -1,7 +1,8 @@
-"""Layers that keep recurrent state (state-space, linear attention, short convolution): found by running the
-model; what they do with it runs by ops on slots of a pool where that is proved, else each layer by one op.
+"""Layers that keep recurrent state (state-space, linear attention, short convolution).
 
-In: a model. Out: `RecurrentLayer`s, and for the time of a trace ops in their places. `discover.py` finds them, `watching/` sees where state
-is, `as_ops/` proves ops and knows the functions that have one, `run.py` holds the states of a step, `states.py` those of an engine of
-one's own; `in_graphs.py` says which layers a captured decode step may hold.
+In: a model. Out: `RecurrentLayer`s, found by running the model, and for the time of a trace ops in their places: on slots of a pool
+where that is proved, else one op for each layer.
+Change: which layers are found: `discover.py`, `watching/`; which have ops: `as_ops/`; what is known of a layer: `layer.py`.
+Change: in which calls a layer is trusted: `verify.py`; the states of a step: `run.py`; what a cache holds: `cache_state.py`.
+Change: states of an engine of one's own: `states.py`; layers in captured decode steps: `in_graphs.py`.
 """

@@ -1,1 +1,5 @@
-"""What `explain` and `attention_layers` tell, as data and as text."""
+"""What `explain` and `attention_layers` tell.
+
+In: a compiled model, an engine or an `LLM`. Out: `Explanation`, as data and as text.
+Change: what is asked of a model: `inspection.py`; what is told, and how: `explanation.py`.
+"""

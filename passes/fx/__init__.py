@@ -1,1 +1,7 @@
-"""Tools on FX graphs that passes share: reading calls, slicing backwards, evaluating, the rows of tokens, tolerances."""
+"""Tools on FX graphs that passes share.
+
+In: a graph or a node. Out: facts about it, slices of it, values of it.
+Change: reading and editing nodes: `graph_tools.py`; slicing and evaluating: `slicing.py`, `read_values.py`; tolerances: `tolerance.py`.
+Change: where rows of tokens are: `token_data.py`, `row_layout.py`; the call that was traced: `call_form.py`.
+Change: facts of the model: `model_facts.py`; numbers: `constants.py`, `mask_literals.py`.
+"""

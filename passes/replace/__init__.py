@@ -1,3 +1,7 @@
-"""A proved attention becomes `unified_attention_with_output`: K and V before they were repeated over heads,
-operands as they lie. One over a latent becomes `latent_attention_with_output` (`latent.py`).
+"""A proved attention becomes an op.
+
+In: an `AttentionSite` and its proof. Out: the graph with `unified_attention_with_output`, `latent_attention_with_output` or the op of dual
+chunk attention in its place.
+Change: the three replacements: `attention.py`, `latent.py`, `dual_chunk.py`.
+Change: K and V before they were repeated over heads: `kv_heads.py`, `equal_heads.py`; how operands lie: `operand_layout.py`.
 """

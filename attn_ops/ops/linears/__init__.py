@@ -1,1 +1,5 @@
-"""Linear layers as ops: with a kernel for a single row, and with adapters that each request chooses."""
+"""Linear layers as ops.
+
+In: rows and a weight. Out: rows.
+Change: a kernel for a single row, and results in float32: `linear.py`; each row's adapter: `lora.py`.
+"""

@@ -1,3 +1,5 @@
-"""PyTorch's flex_attention behind the contract: masks, windows and biases as functions that are compiled into
-the kernel.
+"""PyTorch's flex_attention behind the contract.
+
+In: a step's batch and one layer's tensors. Out: the layer's output rows.
+Change: masks, windows and biases: `mods.py`; where queries and keys go: `step.py`; the backend itself: `backend.py`.
 """

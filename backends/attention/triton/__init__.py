@@ -1,3 +1,8 @@
-"""Our own Triton kernels: `backend.py` plans, `attend_kernel.py` computes, `together/` is for decodes that share keys, `hopper/` is
-long prefill on SM90, `latent/` is attention to latents, `parts.py` merges what several programs computed, `tiling.py` has launch numbers.
+"""Our own Triton kernels for attention.
+
+In: a step's batch and one layer's tensors. Out: the layer's output rows. `backend.py` plans, `launch.py` calls the kernel.
+Change: what a score is: `attend_kernel.py`; which keys a tile sees: `tiles.py`; sums of split items: `parts.py`.
+Change: how work is dealt: `work_partition.py`, `plan_kernels.py`; what a step's plan holds: `plan.py`.
+Change: launch numbers: `tiling.py`; how long a deterministic step may be: `deterministic.py`.
+Change: decodes that share keys: `together/`; long prefill on SM90: `hopper/`; attention to latents: `latent/`.
 """

@@ -1,4 +1,5 @@
-"""Experts by what the wheel of sgl-kernel brings: `matmul_ogs` of its `triton_kernels` for the products, its own kernels for the gate.
+"""Experts by what the wheel of sgl-kernel brings.
 
-Pairs are sorted by ours, and summed up by ours (`sum_kernel.py`).
+In: as `paged_attn::experts`. Out: the same.
+Change: which products and gates are called: `backend.py`; the weighted sum, which is ours: `sum_kernel.py`.
 """

@@ -1,6 +1,9 @@
-"""Experts in Triton: `few.py` for as many tokens as decode steps have, `grouped.py` for more. In and out: as the op.
+"""Experts in Triton, our own kernels.
 
-Few tokens: each chosen expert's rows are read at the pace of memory, nothing is sorted. Many: rows are sorted by expert and padded to
-blocks (`sort_kernel.py`), and two grouped products run over the blocks: those of `grouped_kernel.py` anywhere, and for prompts on
-Hopper those of `hopper_kernel.py`, if `hopper.py` can describe the weights to TMA.
+In: as `paged_attn::experts`: tokens, the experts chosen for each, stacked weights, a `Gating`. Out: their weighted sum.
+`backend.py` takes one of two ways. Few tokens: each chosen expert's rows are read at the pace of memory, nothing is sorted. Many: pairs
+are sorted by expert and padded to blocks, and two grouped products run over the blocks.
+Change: few tokens: `few.py`, `few_kernel.py`; many: `grouped.py`, `grouped_kernel.py`, sorted by `sort_kernel.py`; on Hopper: `hopper.py`,
+`hopper_kernel.py`.
+Change: the gate: `gate.py`; routing: `route.py`, `route_kernel.py`.
 """

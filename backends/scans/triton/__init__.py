@@ -1,5 +1,7 @@
-"""Kernels that find a row's state by its slot, on the device, so that a captured step may hold them.
+"""Kernels that find a row's state by its slot, on the device, so that a captured step may hold them. `backend.py` comes first.
 
-In: what the functions of `attn_ops/scans/` take. Out: the same. `steps.py` launches those of decoding rows, `prompts.py` those
-of prompts, `conv.py` the short convolution's.
+In: what the functions of `attn_ops/scans/` take. Out: the same.
+Change: decoding rows: `steps.py`, `steps_kernel.py`; prompts: `prompts.py`, `prompts_kernel.py`; the short convolution: `conv.py`,
+`conv_kernel.py`.
+Change: prompts of Mamba-2: `ssd.py`, `ssd_kernel.py`; of Kimi Delta Attention: `kda.py`, `kda_kernel.py`.
 """

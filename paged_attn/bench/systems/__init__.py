@@ -1,1 +1,6 @@
-"""The systems that can be measured, one file each, and what they are told and say."""
+"""The systems that can be measured, one file each.
+
+In: a `Job`. Out: tokens and seconds, in its `Log`.
+Change: a system: its file, and an entry in `systems.py`; sampling, the same for all: `sampling.py`.
+Change: the model that all run: `model_source.py`; what the processes tell each other: `job.py`.
+"""

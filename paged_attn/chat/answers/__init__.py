@@ -1,4 +1,6 @@
-"""Answers taken apart, as they come. In: text. Out: parts (`../parts.py`). `answer_form.py` makes a reader for each answer:
-`reader.py` by tags (`reasoning.py`) and formats of calls (`call_splitter.py`), `response_template.py` by what the tokenizer
-says.
+"""Answers taken apart, as they come.
+
+In: text. Out: parts (`../parts.py`).
+Change: which reader: `answer_form.py`; by tags: `reader.py`, `reasoning.py`; calls: `call_splitter.py`; gpt-oss: `channels.py`.
+Change: by the tokenizer's own template: `response_template.py`.
 """

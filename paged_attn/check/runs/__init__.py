@@ -1,3 +1,6 @@
-"""Both sides of a check, node by node: the model as traced, and as it is served; with values seen, replaced or
-moved a little on the way.
+"""Both sides of a check, node by node: the original and what is served, with values seen, replaced or moved a little on the way.
+
+In: a rewritten or hooked model, and prompts. Out: values at every boundary.
+Change: where the sides are compared: `boundaries.py`; prompts and batches: `steps.py`; running a graph with taps: `tapped.py`.
+Change: the original: `traced_original.py`, `truth.py`, `choices.py`; the served side: `served.py`, `traced_served.py`.
 """

@@ -1,7 +1,6 @@
-"""Adapters per request: read (`adapter_files.py`), kept in slots of stacked tensors (`lora_pool.py`), given to the graph's
-variant with adapters (`lora_runner.py`) with each row's slot (`lora_slots.py`), which is compared with
-the model once (`lora_check.py`).
+"""Adapters per request.
 
 In: adapters of peft, from a folder or a live model. Out: a second runner for steps in which a request has one.
-A new setting of peft's that can be served: `adapter_files.py`.
+Change: what is read of adapters, and refused: `adapter_files.py`; their slots of stacked tensors: `lora_pool.py`.
+Change: the runner: `lora_runner.py`; each row's slot: `lora_slots.py`; the comparison with the model, once: `lora_check.py`.
 """

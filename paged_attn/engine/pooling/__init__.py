@@ -1,5 +1,7 @@
-"""Embeddings, classes and scores of texts. In: a model without cache (`calling/body.py`) that an engine runs, and texts. Out: `outputs.py`.
+"""Embeddings, classes and scores of texts.
 
-`pooler.py`: a model with its head (`head.py`) and its checkpoint's defaults (`sentence_transformers.py`). `plans.py`: what a call runs, and
-how its answer is read; `calls.py`: the methods of `LLM`; `texts.py`: tokens of texts and pairs. What a request carries lies in `requests/`.
+In: a model without cache (`paged_attn/calling/body.py`) that an engine runs, and texts. Out: `outputs.py`. What a request carries
+lies in `../requests/`.
+Change: body and head: `pooler.py`, `head.py`; a checkpoint's defaults: `sentence_transformers.py`.
+Change: what a call runs, and how its answer is read: `plans.py`; methods of `LLM`: `calls.py`; tokens of texts and pairs: `texts.py`.
 """

@@ -1,1 +1,9 @@
-"""Logits to tokens, on the device, every row by its own settings: `sampler.py` first."""
+"""Logits to tokens, on the device, every row by its own settings. `sampler.py` comes first.
+
+In: a step's logits and the `SamplingState` of each row that samples. Out: a `SamplerOutput`: tokens, and log-probabilities where asked.
+Change: the order of edits: `_edited` in `sampler.py`; what the device gets of the settings: `row_settings.py`.
+Change: penalties: `token_counts.py`; forbidden tokens and bad words: `forbidden.py`; processors: `logits_processors.py`; schemas and
+grammars: `structured/`.
+Change: drawing tokens: `sample_tokens.py`, and for a GPU `backends/sampling/`; seeds: `sampling_state.py`.
+Change: log-probabilities: `logprobs.py`; those of prompts: `prompt_scores.py`; what comes to the host: `sampler_output.py`.
+"""

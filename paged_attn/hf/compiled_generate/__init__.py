@@ -1,5 +1,6 @@
-"""Hugging Face's own `generate` after `model.compile(backend="paged_attn")`. In: the calls that `generate` makes of the model. Out: their
-logits, from an engine's steps. `install.py` puts itself before a model's calls at the first one, `paged_calls.py` decides which of them
-run on pages and remembers why there is no engine, `call_rows.py` reads a call and cuts it into steps, `ragged_cache.py` is the cache that
-`generate` holds, and goes on without pages, `ragged_table.py` its pages.
+"""Hugging Face's own `generate` after `model.compile(backend="paged_attn")`.
+
+In: the calls that `generate` makes of the model. Out: their logits, from an engine's steps.
+Change: where a model's calls are taken over: `install.py`; which run on pages, and why not: `compiled_calls.py`.
+Change: a call as rows and steps: `call_rows.py`; the cache that `generate` holds: `ragged_cache.py`; its pages: `ragged_table.py`.
 """

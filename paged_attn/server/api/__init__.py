@@ -1,4 +1,8 @@
-"""The routes: bodies in, answers out, whole or streamed (`replies.py`; `completion_reply.py` for completions,
-`responses/` for /v1/responses). `routes.py` has OpenAI's, `pooling_routes.py` those of embeddings and scores, `lora_routes.py`,
-`token_routes.py` and `health.py` the others, `docs_page.py` shows them all. What they share is in `request_state.py`.
+"""The routes.
+
+In: bodies. Out: answers, whole or streamed.
+Change: OpenAI's routes: `routes.py`; fields: `bodies.py`, of chats `chat_body.py`, their bounds `bounds.py`; /v1/responses: `responses/`.
+Change: answers: `replies.py`, of completions `completion_reply.py`; what routes share: `of_request.py`.
+Change: embeddings and scores: `pooling_routes.py`; adapters: `lora_routes.py`; tokens: `token_routes.py`; /health, /metrics: `health.py`;
+/docs: `docs_page.py`.
 """

@@ -1,1 +1,5 @@
-"""What operators see: a line for each request (`call_log.py`), metrics (`metrics.py`), traces (`tracing.py`)."""
+"""What operators see of the server.
+
+In: each request from its arrival to its end. Out: a line of the log, metrics, a trace.
+Change: the line, and the request's id: `call_log.py`; metrics: `metrics.py`; OpenTelemetry: `tracing.py`; the writing: `line_writer.py`.
+"""

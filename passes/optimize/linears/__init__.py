@@ -1,4 +1,6 @@
-"""Linear layers of one input merged into one (`merge.py`), single rows through a kernel of their own
-(`gemv.py`), products in float32 of tensors in 16 bits (`float32_products.py`), and adapters added to what
-they give (`lora.py`, in a variant of the graph).
+"""Linear layers of a paged graph.
+
+In: a graph with F.linear. Out: the same, merged, or with ops in their places.
+Change: linears of one input: `merge.py`, `mergeable_weights.py`, `sliced_values.py`; single rows: `gemv.py`; what is a linear: `sites.py`.
+Change: products in float32 of tensors in 16 bits: `float32_products.py`; adapters, in a variant of the graph: `lora.py`.
 """

@@ -1,1 +1,6 @@
-"""Prompts in 16 bits on Hopper, in Gluon: `kernel.py` is launched, `producer.py` copies pages, `consumer.py` multiplies and sums."""
+"""Prefill in 16 bits on Hopper, in Gluon.
+
+In: dealt work and one layer's tensors. Out: the layer's output rows.
+Change: the launch and its warpgroups: `kernel.py`; copies of pages to shared memory: `producer.py`; products and sums: `consumer.py`.
+Change: tiles whose width is no power of two: `parts.py`.
+"""

@@ -1,5 +1,6 @@
 """Attention of many heads over one row per token (a `LatentSpec`), whose first elements are the value too.
 
-In: the step's dealt work (`WorkPartition`) and an `AttentionCall`. Out: the call's rows. `attend_kernel.py` loads each tile of rows once,
-as key and as value; `merge_kernel.py` joins the parts of items that were cut; `launch.py` calls both; `tiling.py` has the launch numbers.
+In: the step's dealt work (`WorkPartition`) and an `AttentionCall`. Out: the call's rows.
+Change: the kernel, which loads each tile of rows once: `attend_kernel.py`; parts of split items: `merge_kernel.py`.
+Change: on Hopper: `hopper_kernel.py`, `hopper_producer.py`; the launches: `launch.py`; launch numbers: `../tiling.py`.
 """
