@@ -24,6 +24,6 @@ def triton_errors() -> tuple[type[Exception], ...]:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message, after its kind."""
+    """The first line of an error's message, after its kind."""
     text = str(error).strip() or "no message"
     return f"{type(error).__name__}: {text.splitlines()[0]}"

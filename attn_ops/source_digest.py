@@ -11,7 +11,7 @@ _PACKAGE = Path(__file__).parent.parent  # of paged_attn, through whose links ou
 
 @functools.cache
 def source_digest(*rooms: str) -> str:
-    """Of all files in these folders of paged_attn, at any depth; "" means the files of paged_attn itself."""
+    """A hash of all files in these folders of paged_attn, at any depth; "" means the files of paged_attn itself."""
     digest = hashlib.sha256()
     for room in rooms:
         folder = (_PACKAGE / room).resolve()  # rglob does not follow links

@@ -65,7 +65,7 @@ class FastKernel:
 
 
 def device_index(device: torch.device) -> int:
-    """Of a CUDA device, also of the one that has none written; -1 on the CPU, where the interpreter runs."""
+    """The index of a CUDA device, also of the one that has none written; -1 on the CPU, where the interpreter runs."""
     if device.type != "cuda":
         return -1
     return device.index if device.index is not None else torch.cuda.current_device()

@@ -30,7 +30,7 @@ def rounding(*dtypes: torch.dtype) -> float:
 
 
 def row_lengths(rows: Tensor) -> Tensor:
-    """Of rows [N, ...] the Euclidean lengths [N], float32 or float64; those of infinite elements do not count."""
+    """The Euclidean lengths [N] of rows [N, ...], float32 or float64; infinite elements do not count."""
     flat = _flat(rows)
     lengths: Tensor = torch.where(flat.isfinite(), flat, 0).norm(dim=1)
     return lengths

@@ -96,7 +96,7 @@ def _spec_of(site: AttentionSite, key: KVSource, proof: AttentionProof, kv_layer
 
 
 def pool_dtype(site: AttentionSite, model: nn.Module | None) -> torch.dtype:
-    """Of the pool that will hold a layer's keys and values."""
+    """The dtype of the pool that will hold a layer's keys and values."""
     dtype: torch.dtype = value_of(site.value).dtype if model is None else model_dtype(model)
     return dtype
 

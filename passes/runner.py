@@ -22,7 +22,7 @@ logger = logging.getLogger("paged_attn")
 
 
 def pass_names() -> list[str]:
-    """Of all passes, in order: a graph on disk is one that these made."""
+    """The names of all passes, in order: a graph on disk is one that these made."""
     return [each.name for each in PASSES]
 
 

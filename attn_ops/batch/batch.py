@@ -225,7 +225,7 @@ class Batch:
 
 
 def mode_of(cached: NDArray[np.int64], new: NDArray[np.int64]) -> ForwardMode:
-    """Of requests with so many cached and new tokens each."""
+    """The mode of a step whose requests have so many cached and new tokens each."""
     decoding = int(np.count_nonzero((new == 1) & (cached > 0)))
     if not decoding:
         return ForwardMode.EXTEND if new.size else ForwardMode.IDLE

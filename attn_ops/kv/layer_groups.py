@@ -47,7 +47,7 @@ class Retention:
         return max(limits) if isinstance(position, int) else reduce(lambda one, other: one.clip(min=other), limits)
 
     def tokens(self, length: int, step: int = 1) -> int:
-        """Of a request of `length` tokens how many are kept at most, while steps of `step` tokens are computed."""
+        """How many of a request's `length` tokens are kept at most, while steps of `step` tokens are computed."""
         return length if self.keeps_all else min(length, self.span - 1 + step)
 
     def pages(self, length: int, page_size: int, step: int = 1) -> int:
@@ -69,7 +69,7 @@ class LayerGroup:
     keeps: Retention
 
     def elements(self, specs: Sequence[AttentionSpec]) -> int:
-        """Of the pool, that one token takes in these layers."""
+        """Elements of the pool that one token takes in these layers."""
         return sum(specs[i].kv_elements for i in self.layers if specs[i].kv_layer == i)
 
     def specs(self, specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:

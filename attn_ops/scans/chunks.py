@@ -68,8 +68,8 @@ class Chunks:
         return like.new_empty(self.num_segments, *like.shape[1:])
 
     def keep(self, wave: int, now: Tensor, kept: Tensor) -> None:
-        """Of the float32 states `now` after a wave, in its order, those at the ends of segments go to `kept` [S, ...]; their requests go on
-        from what that has rounded them to, as those do that start there."""
+        """Put those of the float32 states `now` after a wave, in its order, that are at the ends of segments into `kept` [S, ...]; their
+        requests go on from what that has rounded them to, as those do that start there."""
         at, segments = self.ends[wave]
         if not len(at):
             return
@@ -81,7 +81,7 @@ class Chunks:
 def scan_chunks(
     chunks: Chunks, states: Tensor, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, decay: Tensor, reads: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Of each request's chunks in turn, from its state S [K, V]: v = value - reads S; output = query S + scores v; S = decay S + key^T v.
+    """Each request's chunks in turn, from its state S [K, V]: v = value - reads S; output = query S + scores v; S = decay S + key^T v.
 
     In float32, but for the states [E, H, K, V]; query, key, reads [N, H, size, K]; value [N, H, size, V]; scores [N, H, size, size]; decay
     [N, H, K or 1, 1]. Returns the output [N, H, size, V], and the states after each segment [S, H, K, V] in their dtype.

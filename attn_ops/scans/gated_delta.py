@@ -52,7 +52,7 @@ def gated_delta_step(
 
 
 def prepared(q: Tensor, k: Tensor, heads: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """Of unit length where asked for, the query scaled, and each head repeated for the value heads that it serves."""
+    """Query and key of unit length where asked for, the query scaled, and each head repeated for the value heads that it serves."""
     if normalise:
         q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + EPS) for each in (q, k))
     q = q * q.shape[-1] ** -0.5

@@ -39,7 +39,7 @@ def kda_extend(
 
 
 def _scores(lefts: tuple[Tensor, Tensor], right: Tensor, total: Tensor) -> list[Tensor]:
-    """Of each left: [N, H, i, j], the sum over channels of left[i] right[j] exp(total[i] - total[j]), zero for a later j.
+    """For each left [N, H, i, j]: the sum over channels of left[i] right[j] exp(total[i] - total[j]), zero for a later j.
 
     All given are [N, H, size, K].
     """

@@ -174,7 +174,7 @@ class StateRows:
 
     @classmethod
     def of(cls, batch: Batch) -> StateRows:
-        """Of a whole batch. One that decodes alone is read where it lies on the device, dummies included."""
+        """The rows of a whole batch. One that decodes alone is read where it lies on the device, dummies included."""
         rows: list[int] = []
         slots: list[int] = []
         starts, lengths, others, fresh = list[int](), list[int](), list[int](), list[bool]()

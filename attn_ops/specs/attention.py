@@ -76,7 +76,7 @@ class AttentionSpec:
 
     @property
     def kv_elements(self) -> int:
-        """Of the pool, that one token takes."""
+        """Elements of the pool that one token takes."""
         return self.num_kv_heads * (self.qk_head_dim + self.v_head_dim)
 
     @property

@@ -53,7 +53,7 @@ class LatentSpec(AttentionSpec):
 
     @property
     def kv_elements(self) -> int:
-        """Of the pool, that one token takes: values are part of the keys' row."""
+        """Elements of the pool that one token takes: values are part of the keys' row."""
         return self.qk_head_dim
 
     @property
@@ -64,7 +64,7 @@ class LatentSpec(AttentionSpec):
         )
 
     def split(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Of queries [.., key_dim + rotated] the part that meets the latent, and the rotated one."""
+        """The part of queries [.., key_dim + rotated] that meets the latent, and the rotated one."""
         at = self.rotated if self.rotated_first else self.key_dim
         first, second = query[..., :at], query[..., at:]
         return (second, first) if self.rotated_first else (first, second)

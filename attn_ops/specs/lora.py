@@ -40,9 +40,9 @@ class LoraSite:
         return tuple(part.rows for part in self.parts)
 
     def rows_of_a(self, slots: int, rank: int) -> int:
-        """Of all slots."""
+        """Rows of `a` for all slots."""
         return slots * len(self.parts) * rank
 
     def shapes(self, slots: int, rank: int) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int]]:
-        """Of a [slots, parts * rank, columns], b [slots, sum(rows), rank] and scales [slots, parts], for so many adapters of a rank."""
+        """Shapes for so many adapters of a rank: a [slots, parts * rank, columns], b [slots, sum(rows), rank] and scales [slots, parts]."""
         return (slots, len(self.parts) * rank, self.columns), (slots, sum(self.rows), rank), (slots, len(self.parts))

@@ -128,7 +128,7 @@ def _first_visible(position: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 def _last_visible(position: Tensor, spec: AttentionSpec) -> Tensor:
-    """Of a causal layer; -1 and below where nothing is visible."""
+    """The last position that a causal layer sees; -1 and below where nothing is visible."""
     if spec.chunk is None or spec.chunk_part == "intra":
         return position
     chunk = position // spec.chunk - int(spec.chunk_part == "inter")

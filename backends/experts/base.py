@@ -58,7 +58,7 @@ class ExpertsBackend(ABC):
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating
     ) -> Tensor:
-        """Of each token its experts' weighted sum.
+        """The weighted sum of each token's experts.
 
         Args:
             x: [T, H]; ids: [T, k] integers, of which those beyond the experts count as none; weights: [T, k].

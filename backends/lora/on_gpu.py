@@ -173,8 +173,8 @@ def _arrived(device: torch.device, adapters: int) -> Tensor:
 
 
 def _launches(rows: Sequence[int], block: int) -> list[tuple[int, int, int, int]]:
-    """Of the second kernel: the first part, how many outputs, and where the next two parts begin. Up to three parts share a launch, where
-    no block of outputs lies in two."""
+    """Launches of the second kernel: the first part, how many outputs, and where the next two parts begin. Up to three parts share a
+    launch, where no block of outputs lies in two."""
     if len(rows) <= 3 and all(outputs % block == 0 for outputs in rows[:-1]):
         second, third = (sum(rows[:part]) if part < len(rows) else NEVER for part in (1, 2))
         return [(0, sum(rows), second, third)]

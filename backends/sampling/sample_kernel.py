@@ -61,7 +61,7 @@ def _weight(share, SCALE: tl.constexpr):
 def spread(logits, rows, best, temperatures, floors, found, sums, vocabulary, stride, first_row,
            COUNT: tl.constexpr, HAS_FLOOR: tl.constexpr, FIRST: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr,
            SCALE: tl.constexpr, PART: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Of each row from `first_row` on, add to sums [N, 2^MOST_BITS] int64 what its tokens whose key begins with found [N, 3] int64 count
+    """For each row from `first_row` on, add to sums [N, 2^MOST_BITS] int64 what its tokens whose key begins with found [N, 3] int64 count
     (COUNT), or weigh if their key is at least floors [N] int64, by the key's digit of so many BITS at SHIFT; grid (rows, parts)."""
     _wait(EARLY)
     row, part = first_row + tl.program_id(0), tl.program_id(1)
@@ -138,7 +138,7 @@ def choose(logits, rows, best, temperatures, lowest, shares, floors, found, sums
 @triton.jit
 def weigh(logits, rows, best, temperatures, min_p, keys, weights, ties, vocabulary, stride, parts,
           LIMITED: tl.constexpr, HAS_MIN_P: tl.constexpr, SCALE: tl.constexpr, PART: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Of each part of a row: weights [N, parts] int64 of the tokens above the row's key; ties [N, parts] int64, how many have that key.
+    """For each part of a row: weights [N, parts] int64 of the tokens above the row's key; ties [N, parts] int64, how many have that key.
     Grid (N, parts)."""
     _wait(EARLY)
     row, part = tl.program_id(0), tl.program_id(1)

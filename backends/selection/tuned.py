@@ -72,7 +72,7 @@ class Entry:
     conditions: dict[str, Any] = field(default_factory=dict)
 
     def ranking(self, phase: str) -> Ranking:
-        """Of the backends that ran every shape; the others are left out."""
+        """The ranking of the backends that ran every shape; the others are left out."""
         shapes = [{n: us for n, us in times.items() if not isinstance(us, str) and us > 0} for times in self.microseconds[phase].values()]
         names = set.intersection(*map(set, shapes)) if shapes else set()
         return _ranked({name: math.fsum(math.log(times[name]) for times in shapes) / len(shapes) for name in names})
@@ -132,7 +132,7 @@ def write_entry(path: Path, device_name: str, entry: Entry) -> None:
 
 
 def current_versions() -> dict[str, str]:
-    """Of what a measurement depends on and is installed."""
+    """The versions of all installed packages that a measurement depends on."""
     modules = {package.module: package.distributions for package in PACKAGES if package.is_kernels}
     modules |= {"torch": ("torch",), "paged_attn": ("paged-attn",)}
     found = {module: installed_version(module, distributions) for module, distributions in modules.items()}

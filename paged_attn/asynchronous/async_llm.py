@@ -81,7 +81,7 @@ class AsyncLLM:
         """One that has no engine before `thread.start()`, and makes it then, on its own thread. Jobs are given to `submit`.
 
         Args:
-            max_queue, queue_seconds: see `EngineThread`, which turns away who is too many.
+            max_queue, queue_seconds: see `EngineThread`, which refuses what is over the limit.
             observer: is told of steps and requests.
         """
         made = cls.__new__(cls)

@@ -231,7 +231,7 @@ class EngineThread:
         return job, Accepted()
 
     def _turn_away(self, engine: Engine) -> None:
-        """Who has waited for too long, and who is too many, is told so."""
+        """Tell jobs that have waited too long, and those beyond the queue's limit, that they are refused."""
         if self.queue_seconds is not None:
             late = list(self._waiting.overdue(time.perf_counter(), self.queue_seconds))
             self._send(self._fail(engine, late, waited_too_long(self.queue_seconds), "queue_timeout"))

@@ -24,7 +24,7 @@ class _Piece:
 
 
 class FairPool:
-    """Of each client one piece of work runs at a time, in the order in which they came; clients take turns. For one event loop at a time.
+    """Runs one piece of work of each client at a time, in the order in which they came; clients take turns. For one event loop at a time.
 
     Work whose caller was cancelled before it began is dropped.
 

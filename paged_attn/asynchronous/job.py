@@ -29,7 +29,7 @@ class Prompt:
     token_types: Sequence[int] | None = None
 
     def params(self, params: Params) -> Params:
-        """Of the request that it becomes."""
+        """The params of the request that it becomes."""
         if self.token_types is None or not isinstance(params, PoolingParams):
             return params
         return replace(params, token_types=self.token_types)

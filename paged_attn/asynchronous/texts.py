@@ -147,7 +147,7 @@ class Texts:
         return Prompt(self._ids(own, prompt.text, "messages", add_special_tokens=False), prompt.text, form)
 
     def _ids(self, own: Any, text: str, param: str, **settings: Any) -> list[int]:
-        """Of text that is far too long only the beginning is tokenized."""
+        """The token ids of a text. Of one that is far too long only the beginning is tokenized, and it is refused."""
         self._check_text(text, param)
         head = LIKELY_CHARACTERS * self.room
         if len(text) > head and (count := len(own(text[:head], **settings).input_ids) - SLACK) > self.room:

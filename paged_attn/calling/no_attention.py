@@ -10,5 +10,5 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 
 
 def without_attention(batch: Batch, dtype: torch.dtype, recurrent: Recurrent | None = None) -> ForwardContext:
-    """Of a step, over a pool without layers of this dtype."""
+    """The forward context of a step, over a pool without layers of this dtype."""
     return ForwardContext(batch, KVPool((), 2, batch.page_size, dtype, batch.slots.device), NoAttention(), recurrent)

@@ -114,7 +114,7 @@ class RewrittenGraph:
 
     @property
     def merges(self) -> tuple[Merge, ...]:
-        """Of the rewrite, and weights alone that have spare rows for adapters."""
+        """The merges of the rewrite, and weights alone that have spare rows for adapters."""
         widened = {merge.inputs[0]: merge for merge in (self.lora.widened if self.lora else ())}
         return (*(widened.pop(merge.inputs[0], merge) for merge in self.rewrite.merges), *widened.values())
 

@@ -126,7 +126,7 @@ def _operands(node: fx.Node, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def _distinct(graph: fx.Graph, op: OpOverload, layers: Sequence[AttentionSpec | RecurrentSpec] | None) -> list[fx.Node]:
-    """Of calls that differ in the layer alone, and layers that are alike, the first; `layers` of an op that has a layer's id."""
+    """The first of calls that differ in the layer alone, where the layers are alike; `layers` of an op that has a layer's id."""
     found: dict[Hashable, fx.Node] = {}
     names = [argument.name for argument in op._schema.arguments]
     for node in graph.find_nodes(op="call_function", target=op):
@@ -141,7 +141,7 @@ def _distinct(graph: fx.Graph, op: OpOverload, layers: Sequence[AttentionSpec | 
 
 
 def _batch(lengths: Sequence[tuple[int, int]], page_size: int) -> Batch:
-    """Of requests that have so many cached and new tokens."""
+    """A batch of requests that have so many cached and new tokens."""
     requests = [
         BatchRequest([0] * new, [1] * -(-(cached + new) // page_size), cached, int(new == 1), slot)
         for slot, (cached, new) in enumerate(lengths, 1)

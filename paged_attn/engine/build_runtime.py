@@ -251,7 +251,7 @@ def capture_settings(config: EngineConfig, one_row: bool, longest: int = MOST_CA
 
 
 def _max_pages(runner: Runner, config: EngineConfig, num_pages: Callable[[int], int], groups: Sequence[LayerGroup]) -> int:
-    """Of one request: as the model's positions allow, or all of the pool."""
+    """The most pages of one request: as the model's positions allow, or all of the pool."""
     if runner.max_positions is not None:
         return -(-runner.max_positions // config.page_size)
     return max((num_page_ids(groups, num_pages(0)) if groups else num_pages(0)) - 1, 1)

@@ -33,7 +33,7 @@ class EngineStats:
 
 @dataclass
 class OutputProcessor:
-    """Of one engine.
+    """Post-processing for one engine.
 
     Attributes:
         requests: those that have not finished, by id.

@@ -85,7 +85,7 @@ def graph_of(data: Data, device: torch.device) -> fx.GraphModule:
 
 
 def _dtype_data(node: fx.Node) -> str | None:
-    """Of a tensor of floating numbers, as it was traced: checks that compute in wider ones give it back where an op takes no other."""
+    """The dtype of a floating tensor as it was traced: checks that compute in wider ones give it back where an op takes no other."""
     dtype = dtype_of(node)
     return str(dtype) if dtype is not None and dtype.is_floating_point else None
 

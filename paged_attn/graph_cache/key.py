@@ -56,7 +56,7 @@ def _devices() -> list[str]:
 
 @functools.cache
 def _versions() -> str:
-    """Of Python, torch and all packages that are installed: transformers asks which there are."""
+    """Versions of Python, torch and all installed packages: transformers asks which there are."""
     names = {name for entry in sys.path for name in _listed(entry or ".") if name.endswith(_INSTALLED)}
     return f"python {sys.version_info[:3]} torch {torch.__version__} {torch.version.git_version} {sorted(names)}"
 

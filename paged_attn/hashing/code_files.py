@@ -61,7 +61,7 @@ def traced_files() -> frozenset[str] | None:
 
 
 def _read_files(codes: Iterable[types.CodeType]) -> set[str]:
-    """Of the modules whose values these codes read by name (`settings.WINDOW`, `package.settings.WINDOW`, a class taken from one).
+    """Files of the modules whose values these codes read by name (`settings.WINDOW`, `package.settings.WINDOW`, a class taken from one).
     Not of what is installed, nor for code that is: a package's version says what it holds."""
     found, theirs = set[str](), [code for code in codes if not versioned(code.co_filename) and not installed(code.co_filename)]
     by_file = _imported() if theirs else {}

@@ -226,7 +226,7 @@ def _is_there(value: Tensor) -> bool:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Of an instance, without running code of its class."""
+    """The attributes of an instance, without running code of its class."""
     names = [name for base in type(value).__mro__ for name in _slots(base)] + ["default_factory"] * isinstance(value, defaultdict)
     for name in names:
         try:

@@ -125,11 +125,11 @@ class PagedHybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # typ
         PagedLayer.reset(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Of the state alone; the cache moves the pages."""
+        """Reorder the state alone; the cache moves the pages."""
         LinearAttentionLayer.reorder_cache(self, cast(Any, beam_idx))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Of the state alone; the cache crops the pages."""
+        """Crop the state alone; the cache crops the pages."""
         LinearAttentionLayer.crop(self, tokens_to_remove)
 
 

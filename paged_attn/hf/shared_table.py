@@ -157,7 +157,7 @@ class SharedTable:
         self._changed()
 
     def _share_equal_pages(self, columns: int) -> None:
-        """Of the full pages in which a row begins as the row before it, bit for bit in every layer, one is kept: rows of one prompt."""
+        """Keep one of two equal full pages where a row begins as the row before it, bit for bit in every layer: rows of one prompt."""
         pool, table, self._unshared = self.pages.pool, self._table.copy(), False
         bits = pool.storage.view(_BITS[pool.storage.element_size()]).view(pool.num_pages, -1)
         alike = np.arange(1, self.rows)  # rows that were like the row before so far

@@ -114,7 +114,7 @@ class PagedAttnLM(TemplateLM):  # type: ignore[misc]
         return ids
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of each request's text its log-likelihood, in windows that together predict each token once."""
+        """The log-likelihood of each request's text, in windows that together predict each token once."""
         texts = [request.args[0] for request in requests]
         windows = [
             (number, (None, *make_disjoint_window(window)))
@@ -130,7 +130,7 @@ class PagedAttnLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Of each request the text that follows its context, cut before its first stop string."""
+        """The text that follows each request's context, cut before its first stop string."""
         prompts, params, stops = [], [], []
         for text, given in (request.args for request in requests):
             settings = dict(normalize_gen_kwargs(given, self.max_gen_toks))
@@ -148,7 +148,7 @@ class PagedAttnLM(TemplateLM):  # type: ignore[misc]
         return answers
 
     def _loglikelihood_tokens(self, requests: Sequence[Scored], disable_tqdm: bool = False, **others: Any) -> list[tuple[float, bool]]:
-        """Of each continuation its log-likelihood, and whether it is what greedy decoding gives; contexts that are too long lose their
+        """The log-likelihood of each continuation, and whether it is what greedy decoding gives; contexts that are too long lose their
         beginnings.
 
         Raises:

@@ -36,7 +36,7 @@ class WholeExperts(OwnExperts):
         self.first, self.count, self.total = first, count, total
 
     def summed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Of hidden states [T, H], and ids of all ranks' experts and weights [T, k]; [T, H] on every rank."""
+        """The weighted sum over all ranks' experts [T, H], on every rank, from hidden states [T, H], ids and weights [T, k]."""
         ids = (top_k_index - self.first).remainder(self.total)
         return sum_over(self.forward(hidden_states, ids, top_k_weights), self.group)
 

@@ -65,7 +65,7 @@ def merged_rules(tp_plan: dict[str, str], ep_plan: dict[str, str]) -> dict[str, 
 
 
 def pattern_of(name: str) -> str:
-    """Of a module or parameter, as plans write it: `layers.*` for all layers."""
+    """The pattern of a module or parameter, as plans write it: `layers.*` for all layers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -95,7 +95,7 @@ def _styles(model: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, str]]
 
 
 def _setting(model: Any, name: str, default: Any = None) -> Any:
-    """Of the DistributedConfig that the model was loaded with."""
+    """A setting of the DistributedConfig that the model was loaded with."""
     settings: Any = getattr(getattr(model, "config", None), "distributed_config", None)
     value = settings.get(name) if isinstance(settings, dict) else getattr(settings, name, None)
     return default if value is None else value

@@ -99,7 +99,7 @@ class RecurrentLayer:
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """Of its output for one token."""
+        """The shape of its output for one token."""
         return self.outputs[0].shape if len(self.outputs) == 1 else (sum(output.width for output in self.outputs),)
 
     @cached_property

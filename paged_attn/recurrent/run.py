@@ -98,7 +98,7 @@ class TokenByToken(RecurrentRunner):
     """Runs one request a token at a time, as decoding does."""
 
     def plan(self, batch: Batch) -> RecurrentPlan:
-        """Of a batch of one request without cached tokens."""
+        """The plan for a batch of one request without cached tokens."""
         (slot,), device = batch.state_slots_host, batch.slots.device
         none = torch.empty(0, dtype=torch.int64, device=device)
         first = StateRows(none, none, Extends([0], [1], [slot], [True], device))

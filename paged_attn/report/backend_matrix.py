@@ -65,7 +65,7 @@ class MatrixRow:
 
     @classmethod
     def missing(cls, name: str, error: ImportError) -> MatrixRow:
-        """Of a third party's backend whose module cannot be imported."""
+        """The row of a third party's backend whose module cannot be imported."""
         unknown = {each.name: "" for each in fields(cls)}
         return cls(**unknown | {"backend": name, "here": f"no: its module cannot be imported: {error}"})
 

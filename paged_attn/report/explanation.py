@@ -93,7 +93,7 @@ class GraphExplanation:
 
     @classmethod
     def of_hooked(cls, runner: Runner) -> GraphExplanation:
-        """Of a model whose attention is hooked: there is no graph, and the layers say what they compute."""
+        """The explanation of a model whose attention is hooked: there is no graph, and the layers say what they compute."""
         reports = [LayerReport(i, spec, HOOKED, HOOK_PROOF, HOOK_PROOF, "", (), "") for i, spec in enumerate(runner.layers)]
         return cls(equal_layers(reports), "", 0, runner.runs_as, 0, 0)
 

@@ -114,7 +114,7 @@ class LatentFinder:
         return None if best is None else best[1]
 
     def _row_width(self, node: fx.Node) -> int | None:
-        """Of floating [.., T, width], other dims 1; None for anything else."""
+        """The width of floating rows [.., T, width], other dims 1; None for anything else."""
         axis = token_axis(node, self.form)
         if axis is None or not value_of(node).is_floating_point():
             return None

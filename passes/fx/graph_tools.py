@@ -203,7 +203,7 @@ def copied_from(node: fx.Node) -> str | None:
 
 
 def written_names(graph: fx.Graph) -> set[str]:
-    """Of the nodes that something in the graph writes to, their names there, or in the graph that it is a copy of."""
+    """The names of nodes that something in the graph writes to, there or in the graph that it is a copy of."""
     return {str(node.meta.get(_COPY_OF, node.name)) for node in writers_of(graph.nodes)}
 
 
@@ -235,7 +235,7 @@ def value_of(node: Any) -> Any:
 
 
 def dtype_of(node: fx.Node) -> torch.dtype | None:
-    """Of a node's tensor, as traced; also in a graph from disk, which has no fake tensors. None for anything else."""
+    """The dtype of a node's tensor, as traced; also in a graph from disk, which has no fake tensors. None for anything else."""
     value = value_of(node)
     return value.dtype if isinstance(value, Tensor) else node.meta.get(TRACED_DTYPE)
 

@@ -83,7 +83,7 @@ class RouterRegion(NamedTuple):
 
 
 def region_of(experts: fx.Node, inputs: Container[fx.Node]) -> RouterRegion | None:
-    """Of one call of `paged_attn::experts`; None if its ids and weights are made from anything but a product [T, E] and a tensor [E]."""
+    """The router of a call of `paged_attn::experts`; None if it makes ids and weights of anything but a product [T, E] and a tensor [E]."""
     ids, weights, w1 = (node for node in experts.args[1:4])
     assert isinstance(ids, fx.Node) and isinstance(weights, fx.Node)
     reader, ids = _counted_from_the_first(experts, ids)

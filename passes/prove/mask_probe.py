@@ -103,7 +103,7 @@ class MaskProbe(SubgraphProbe):
 
 
 def _is_weight(node: fx.Node) -> bool:
-    """Of linear layers, such as those that make a bias of a distance: of any size, and of no position."""
+    """Whether it is a weight of linear layers, such as those that make a bias of a distance: of any size, and of no position."""
     return bool(node.users) and all(user.target in LINEARS and user.args[1:2] == (node,) for user in node.users)
 
 

@@ -110,7 +110,7 @@ def refuse_hidden_states(nodes: list[fx.Node], form: CallForm, where: str) -> No
 
 
 def needed_for_values(result: fx.Node, user: fx.Node, stops: Collection[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
-    """Of all that `result` is made from before `user`: nodes whose numbers it depends on, and tensors of which only the shape matters.
+    """What `result` is made from before `user`: nodes whose numbers it depends on, and tensors of which only the shape matters.
 
     `stops` are included, but not looked behind.
     """

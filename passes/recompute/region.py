@@ -215,6 +215,6 @@ class _Search:
 
 
 def _bytes_of(node: fx.Node) -> int:
-    """Of a tensor in the traced call: good for comparing."""
+    """The bytes of a tensor in the traced call: good for comparing."""
     value = value_of(node)
     return int(value.element_size()) * math.prod(int(as_traced(size)) for size in value.shape)

@@ -85,7 +85,7 @@ def expand(call: LatentCall, pool: KVPool, slots: Tensor, keys: Tensor, values: 
 
 
 def slots_of(batch: Batch, request: int, start: int, end: int) -> Tensor:
-    """Of a request's tokens from `start` up to `end`: [end - start] int64."""
+    """The slots of a request's tokens from `start` up to `end`: [end - start] int64."""
     positions = torch.arange(start, end, device=batch.slots.device)
     pages = batch.page_table[request].to(torch.int64)[positions // batch.page_size]
     return pages * batch.page_size + positions % batch.page_size

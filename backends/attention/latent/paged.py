@@ -153,7 +153,7 @@ class PagedParts:
 
 
 def _piece(backend: Backend, whole: Batch, pool: KVPool, tokens: int, layer: int, low: int, high: int) -> _Piece:
-    """Of the request's tokens at positions from `low` up to `high`, which are new ones, over a part of so many tokens."""
+    """The piece with the request's tokens at positions from `low` up to `high`, which are new ones, over a part of so many tokens."""
     cached, new, device = whole.seq_lens_host[0] - whole.query_lens_host[0], high - low, whole.slots.device
     rows = slice(low - cached, high - cached)
     lengths = copy_to_device(np.array([tokens, new, 0, new], dtype=np.int32), device)

@@ -64,7 +64,7 @@ class PartitionKind:
 
 @dataclass
 class WorkPartition:
-    """Of the first R requests of a batch; those of rows "together" decode.
+    """The dealt work of the first R requests of a batch; those of rows "together" decode.
 
     work [programs + 1, WORK_COLUMNS], counters [2 * programs], units [R], tile_ends [most_items]; with rows "together" ends [R * segments];
     int32 on the batch's device.

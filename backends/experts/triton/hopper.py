@@ -40,7 +40,7 @@ class Matrix:
 
 
 def matrix_of(weight: Tensor) -> Matrix | None:
-    """Of [E, N, K] or [E, 2, I, K]; None where a row begins where TMA cannot read."""
+    """The matrix of a weight [E, N, K] or [E, 2, I, K]; None where a row begins where TMA cannot read."""
     *leading, columns, depth = weight.shape
     k_first = weight.stride(-1) != 1
     if k_first:

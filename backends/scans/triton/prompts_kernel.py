@@ -15,8 +15,8 @@ def solve_chunks(
     REPEATS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORMALISE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk of a head under the delta rule: `new` [N * CHUNK, H, V] and `reads` [N * CHUNK, H, K], so that what its tokens
-    write is new - reads S, for the state S before the chunk. `rows` and `real` [N, CHUNK] say which tokens it has."""
+    """Makes for a chunk of a head under the delta rule `new` [N * CHUNK, H, V] and `reads` [N * CHUNK, H, K], so that what its
+    tokens write is new - reads S, for the state S before the chunk. `rows` and `real` [N, CHUNK] say which tokens it has."""
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i, k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     row, there = tl.load(rows + chunk * CHUNK + i), tl.load(real + chunk * CHUNK + i)

@@ -65,7 +65,7 @@ def chunk_outputs(
     REPEATS: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Of TOGETHER heads with the same b and c: what the tokens of a chunk read of the state before it, and of each other."""
+    """What the tokens of a chunk read of the state before it, and of each other, for TOGETHER heads with the same b and c."""
     part, chunk, i = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, CHUNK)
     head = part // tl.cdiv(P, BLOCK_P) * TOGETHER
     p = part % tl.cdiv(P, BLOCK_P) * BLOCK_P + tl.arange(0, BLOCK_P)

@@ -84,7 +84,7 @@ def load(source: ModelSource) -> Any:
 
 
 def random_model(config: Any, dtype: str, device: str) -> Any:
-    """Of a config, in evaluation mode; its weights are the same in every process on one kind of device."""
+    """A model of a config, in evaluation mode; its weights are the same in every process on one kind of device."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -20,7 +20,7 @@ from paged_attn.engine.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """Of all answers to one prompt.
+    """The form of all answers to one prompt.
 
     Attributes:
         grammar: that the answer follows so that it calls a tool; None: nothing is enforced.
@@ -69,5 +69,5 @@ class AnswerForm:
 
 
 def finish_reason(reason: str, has_calls: bool) -> str:
-    """Of an answer that the engine has ended for `reason`."""
+    """The finish reason of an answer that the engine has ended for `reason`."""
     return "tool_calls" if has_calls and reason == "stop" else str(reason)

@@ -11,7 +11,7 @@ from paged_attn.engine.requests.outputs import TokenEvent
 
 
 class AnswerReader(Protocol):
-    """Of one answer. The parts of a text are the same however it is cut, up to how contents are cut."""
+    """Reads one answer. The parts of a text are the same however it is cut, up to how contents are cut."""
 
     def feed(self, text: str) -> list[Part]:
         """What can be told after the next piece of the text."""

@@ -65,7 +65,7 @@ class TemplateReader:
         return self._parts(events)
 
     def _parts_before_error(self, new: int) -> list[Part]:
-        """Of the last `new` characters, in which the parser failed and told nothing of what it had read by then."""
+        """Parts in the last `new` characters, in which the parser failed and told nothing of what it had read by then."""
         parser, parts, start = self._new_parser(), list[Part](), len(self._text) - new
         try:
             for at in range(0, start, SLICE):

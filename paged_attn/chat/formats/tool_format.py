@@ -133,7 +133,7 @@ def load_first_json(text: str, at: int) -> tuple[Any, int] | None:
 
 
 def calls_of(value: Any) -> list[Call]:
-    """Of {"name": ..., "arguments" or "parameters": {...}}, or a list of such objects; [] if one of them is anything else."""
+    """The calls in {"name": ..., "arguments" or "parameters": {...}}, or a list of such objects; [] if one of them is anything else."""
     values = value if isinstance(value, list) else [value]
     calls = [_call_of(each) for each in values]
     return [call for call in calls if call is not None] if None not in calls else []

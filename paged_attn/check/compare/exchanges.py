@@ -30,7 +30,7 @@ class Exchange(NamedTuple):
 
 
 class Exchanges:
-    """Of one prompt.
+    """The exchanges of one prompt.
 
     Args:
         usual: what the original chooses as it is.

@@ -24,7 +24,7 @@ FEW = (2, 3)  # tokens, for which kernels of quantised products may take another
 
 
 class Noise:
-    """Of one model on its probe prompts.
+    """The noise of one model on its probe prompts.
 
     Args:
         causal: whether later tokens must change no earlier row, so that a prompt may be cut.

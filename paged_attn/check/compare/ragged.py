@@ -56,7 +56,7 @@ class RowsOfStep:
         self.suspects: list[Suspect] = []
 
     def visit(self, boundary: Boundary, value: Tensor) -> Tensor:
-        """Of what is served: an operand or the output of an attention [T, heads, dim], or a value laid out as in the original."""
+        """Compare a served value: an operand or the output of an attention [T, heads, dim], or a value laid out as in the original."""
         name = boundary.original
         if name not in self.truth.names:
             return value
@@ -67,7 +67,7 @@ class RowsOfStep:
         return copied
 
     def visit_original(self, name: str, value: Tensor) -> Tensor:
-        """Of the original graph."""
+        """Compare a value of the original graph."""
         if name not in self.truth.names:
             return value
         self.compare(name, self.truth.written_of(name, value)[self.at], None)

@@ -59,7 +59,7 @@ class Suspect:
 def suspects_in(
     name: str, errors: Tensor, limits: Tensor, rows: Sequence[tuple[int, int]], got: Tensor, step: str, boundary: Boundary | None = None
 ) -> list[Suspect]:
-    """Of rows [N] with these errors and limits, the ones that are off by more; `rows` says prompt and token of each."""
+    """The rows that are off by more than their limits [N]; `rows` says prompt and token of each."""
     wrong = torch.nonzero(~(errors.cpu() <= limits)).flatten().tolist()
     return [Suspect(name, rows[i][0], rows[i][1], float(errors[i]), float(limits[i]), got[i].clone(), step, boundary) for i in wrong]
 
@@ -146,7 +146,7 @@ class _Row:
         self.off = min(self.off, self._apart(self._of(exact), self.suspect.got))
 
     def see_moved(self, moved: OtherRun, exact: OtherRun) -> None:
-        """Of a run whose numbers rounding alone might give, and one of the same choices."""
+        """Take in a run whose numbers rounding alone might give, and one of the same choices."""
         near = self._of(moved)
         self.own.append(self._apart(self._of(exact), near))
         self.is_like_a_moved_one |= self._apart(near, self.suspect.got) <= self.limit

@@ -46,7 +46,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Of one rewritten graph.
+    """The boundaries of one rewritten graph.
 
     Attributes:
         results: by submodule of the split graph and place among its results.
@@ -97,5 +97,5 @@ class Boundaries:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the nodes of the original graph."""
+        """The names of the original graph's nodes."""
         return frozenset(boundary.original for boundary in self.all)

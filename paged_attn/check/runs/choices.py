@@ -30,7 +30,7 @@ def same_choices(one: Choices, other: Choices) -> bool:
 
 @dataclass(frozen=True)
 class Perturbation:
-    """Of one run.
+    """How the numbers of one run are moved.
 
     Attributes:
         generator: draws it, where the numbers are: a billion of them take a host seconds.

@@ -88,8 +88,8 @@ def probe_prompts(device: torch.device, num_ids: int, longest: int | None = None
 
 
 def steps_of(prompts: Sequence[Sized], causal: bool, others: Sequence[Sized] = ()) -> list[Step]:
-    """Of prompts of these lengths: first chunks; then a decode row beside a chunk; then decode rows alone; then every prompt whole, in
-    turns with the others, if there are any. Without causality, every prompt whole in each."""
+    """The steps for prompts of these lengths: first chunks; then a decode row beside a chunk; then decode rows alone; then every prompt
+    whole, in turns with the others, if there are any. Without causality, every prompt whole in each."""
     whole = [Part(i, 0, len(prompt)) for i, prompt in enumerate((*prompts, *others))]
     own, around = whole[: len(prompts)], whole[len(prompts) :]
     steps = _in_parts(prompts) if causal else [Step("whole prompts", tuple(own))]

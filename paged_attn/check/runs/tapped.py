@@ -214,7 +214,7 @@ def is_in_flight(node: fx.Node) -> bool:
 
 
 def _namespace(target: Any) -> str:
-    """Of an op; functions and methods of torch count as ATen's."""
+    """The namespace of an op; functions and methods of torch count as ATen's."""
     overloads = overloads_of(target)
     return overloads[0].namespace if overloads else _TORCH_NAMESPACES[0]
 

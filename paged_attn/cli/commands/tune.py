@@ -145,7 +145,7 @@ def table(entry: Entry, columns: int) -> str:
 
 
 def conditions(device: torch.device) -> dict[str, Any]:
-    """Of the machine and the run, for readers of the file."""
+    """Facts about the machine and the run, for readers of the file."""
     import torch
 
     found: dict[str, Any] = {"command": "paged-attn " + " ".join(sys.argv[1:]), "python": platform.python_version()}

@@ -32,7 +32,7 @@ _CARRIED = re.compile(r"^(?:base_model\.model\.)?(.+?)(?:\.base_layer)?\.(weight
 
 
 class Factors(NamedTuple):
-    """Of one linear layer: what is added is scale * b @ (a @ x); a [r, K], b [N, r]."""
+    """The factors for one linear layer: what is added is scale * b @ (a @ x); a [r, K], b [N, r]."""
 
     a: Tensor
     b: Tensor

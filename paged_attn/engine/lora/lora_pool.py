@@ -20,7 +20,7 @@ NAMED = 3
 
 
 class _PartOfSite(NamedTuple):
-    """Of a linear layer in a site: which part it is, and where its outputs begin."""
+    """Which part of a site a linear layer is, and where its outputs begin."""
 
     site: int
     part: int
@@ -29,7 +29,7 @@ class _PartOfSite(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterNamespace:
-    """Of the prefix cache: what requests of one adapter share, in a namespace that its caller gave. Equal to nothing that callers make."""
+    """What requests of one adapter share in the prefix cache, in a namespace that its caller gave. Equal to nothing that callers make."""
 
     number: int
     given: Hashable
@@ -45,7 +45,7 @@ class Loaded:
     source: str
 
     def namespace(self, given: Hashable) -> Hashable:
-        """Of the prefix cache: no KV of other adapters is used, nor of an earlier one of this name."""
+        """The namespace in the prefix cache: no KV of other adapters is used, nor of an earlier one of this name."""
         return AdapterNamespace(self.number, given)
 
 

@@ -177,7 +177,7 @@ class GroupedKVManager(KVManager):
         return self.allocator.num_frames - 1 - self.held_pages * self._num_full - self._frames_in_windows()
 
     def _frames_in_windows(self, without: Collection[Request] = ()) -> int:
-        """Of groups that give back, what running requests need."""
+        """Frames that running requests need in groups that give back."""
         count = 0
         for kind in self._kinds:
             needed = self._needed(kind, to_start=False, without=without)

@@ -19,7 +19,7 @@ def checked_task(task: str) -> Task:
 
 
 def task_of(name: str, config: Any, embeds: bool = False) -> Task:
-    """Of a class of this name; `embeds`: its folder says how it embeds, as those of sentence-transformers do."""
+    """The task of a class of this name; `embeds`: its folder says how it embeds, as those of sentence-transformers do."""
     if name.endswith(CLASSIFIER):
         return "classify"
     return "embed" if embeds or is_encoder(name, config) else "generate"

@@ -39,7 +39,7 @@ class Pooler:
 
     @classmethod
     def of(cls, model: nn.Module, task: str, defaults: EmbeddingDefaults | None = None) -> Pooler:
-        """Of a loaded model, for the task "embed" or "classify".
+        """A pooler for a loaded model, for the task "embed" or "classify".
 
         Raises:
             UnsupportedError: there is no body to embed by, or no head whose row is known.
@@ -59,7 +59,7 @@ class Pooler:
         return next(token for token in range(self.body.vocab_size) if token not in padding)
 
     def params(self, is_causal: bool, pooling: PoolingKind | None = None) -> PoolingParams:
-        """Of a request, where `pooling` is what the caller wants."""
+        """The parameters of a request, where `pooling` is what the caller wants."""
         if self.head is not None:
             return PoolingParams(self.head.pooling)
         return PoolingParams(pooling or self.defaults.pooling or ("last" if is_causal else "mean"))

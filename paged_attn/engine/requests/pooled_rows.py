@@ -45,7 +45,7 @@ def _pooled(rows: Tensor, part: PooledPart) -> Tensor:
 
 
 class Pooled:
-    """Of one text what has come so far. A part that comes again, as its text was preempted, takes the place of those from its start on."""
+    """What has come of one text so far. A part that comes again, as its text was preempted, takes the place of those from its start on."""
 
     def __init__(self, params: PoolingParams) -> None:
         self.params = params

@@ -14,7 +14,7 @@ KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """Of one text.
+    """Parameters for one text.
 
     Attributes:
         pooling: "last" and "cls" take the hidden state of the last and of the first token, "mean" the mean over all of them.

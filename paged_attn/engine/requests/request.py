@@ -185,7 +185,7 @@ class Request:
 
     @property
     def first_scored(self) -> int:
-        """Of the prompt's tokens: not the very first, which has none before it."""
+        """The first token of the prompt that is scored: not the very first, which has none before it."""
         return max(self.params.prompt_logprobs_start, 1)
 
     @property

@@ -20,7 +20,7 @@ class ModelChangedError(UnsupportedError):
 
 
 class ModelWatch:
-    """Of one engine's model.
+    """Watches one engine's model.
 
     Args:
         captured: graphs were recorded, which compute what the model computed then, at the addresses that it had.

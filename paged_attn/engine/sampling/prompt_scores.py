@@ -50,7 +50,7 @@ class PromptScores:
         self._output = SamplerOutput(torch.where(scores.own.isnan(), BAD_LOGITS, tokens), scores)
 
     def wait(self) -> list[list[SampledToken] | None]:
-        """Of each part its tokens with their log-probabilities, None where logits were not finite."""
+        """The tokens of each part with their log-probabilities, None where logits were not finite."""
         known = iter(self._output.wait().known)
         scored = [[next(known) for _ in range(count)] for count in self._counts]
         return [None if None in part else [token for token in part if token is not None] for part in scored]

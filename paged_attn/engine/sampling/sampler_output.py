@@ -24,7 +24,7 @@ class SampledToken(NamedTuple):
 
 
 class ChosenTokens(NamedTuple):
-    """Of each row of a step its token, BAD_LOGITS or NONE_LEFT where there is none, and what was asked about it, None where nothing was."""
+    """The token of each row of a step (BAD_LOGITS or NONE_LEFT: there is none), and what was asked about it (None: nothing)."""
 
     ids: list[int]
     known: list[SampledToken | None]

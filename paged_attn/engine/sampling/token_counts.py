@@ -69,7 +69,7 @@ class TokenCounts:
         self._rows.update(zip(states, rows, strict=True))
 
     def _counted(self, state: SamplingState) -> Counter[int]:
-        """Of what there are logits for: the prompt may hold other ids, of a padded table."""
+        """Counts of tokens that there are logits for: the prompt may hold other ids, of a padded table."""
         counted = Counter(state.tokens[state.num_prompt :])
         for token in set(state.tokens[: state.num_prompt]):
             if token < self.vocabulary:

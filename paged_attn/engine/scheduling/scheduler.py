@@ -29,7 +29,7 @@ class SchedulerStats:
         prompt_tokens: of those.
         prompt_tokens_cached: of these, how many came from the prefix cache.
         prompt_tokens_without_state: how many the prefix cache had besides, of no use as no recurrent state was kept there.
-        preemptions: how often a running request lost its pages and had to wait again.
+        preemptions: how often a running request lost its pages and went back to the queue.
         held_back: how often a request was made to wait for another that computes the same prefix.
     """
 
@@ -83,7 +83,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.wants_drain = False
         self._prefills = SharedPrefills(kv, config.prefix_wait_tokens)
-        self._blocked: tuple[Request, int] | None = None  # who could not be admitted for want of pages, and `kv.version` then
+        self._blocked: tuple[Request, int] | None = None  # the request that found too few pages, and `kv.version` then
         self._looks_since = 0  # how often it was that one's turn since then
 
     def schedule(self, drained: bool = True) -> ScheduledStep:
@@ -92,7 +92,7 @@ class Scheduler:
         New requests that are more urgent than a running prompt come before its next chunk.
 
         Args:
-            drained: no launched step is still to be collected. If one is, nothing is preempted: what lacks pages is left out and
+            drained: no launched step is still to be collected. If one is, nothing is preempted: requests without pages are left out and
                 `wants_drain` is set.
         """
         self.wants_drain = False
@@ -121,8 +121,8 @@ class Scheduler:
         return plan.scheduled()
 
     def _recompute_outgrown(self, drained: bool) -> bool:
-        """Let requests wait again that go on and have more tokens than what they have cached is for; True: they must wait for steps that
-        are still to be collected, and so must all."""
+        """Put running requests that have outgrown what they have cached back into the queue, to be recomputed; True: steps in flight must
+        be collected first, and nothing is scheduled."""
         requests, indices = self.running.in_order()
         rows = self.running.rows
         tokens = rows.num_tokens[indices]

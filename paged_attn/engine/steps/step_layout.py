@@ -22,7 +22,7 @@ NONE_IN_FLIGHT = -1
 
 
 class StepLayout(NamedTuple):
-    """Of each request of a step the tokens from `starts` to `ends` are computed; for those `sampling` the next one is chosen.
+    """What a step computes: each request's tokens from `starts` to `ends`; for those `sampling` the next one is chosen.
 
     Columns [requests], as in `RequestColumns`; `samples` is an index of them that picks those `sampling`. `indices`: of the requests'
     rows in `rows`, while the step is launched. `states`: of those sampling that are no mere argmax, by their index among them. Of the
@@ -98,7 +98,7 @@ def build_step(
 def _pooled(
     requests: Sequence[Request], starts: NDArray[np.int64], ends: NDArray[np.int64], samples: NDArray[np.bool_], rows: NDArray[np.int64]
 ) -> list[tuple[Request, PooledPart]]:
-    """Of requests that are embedded what this step adds: of "last" the end, of "cls" the beginning."""
+    """What this step adds for requests that are embedded: of "last" the end, of "cls" the beginning."""
     parts = []
     columns = zip(requests, starts.tolist(), ends.tolist(), samples.tolist(), rows.tolist(), strict=True)
     for request, start, end, is_last, row in columns:
@@ -112,7 +112,7 @@ def _pooled(
 def _scored(
     requests: Sequence[Request], firsts: NDArray[np.int64], ends: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> list[tuple[Request, ScoredTokens]]:
-    """Of requests whose tokens from `firsts` to `ends` have logits, in `rows` and after, those that score the next token of a prompt."""
+    """Requests that score the next token of a prompt, among those whose tokens from `firsts` to `ends` have logits, in `rows` and after."""
     scored = []
     for index in (firsts < ends).nonzero()[0].tolist():
         request, first = requests[index], int(firsts[index])

@@ -179,7 +179,7 @@ def is_hooked(part: nn.Module) -> bool:
 
 
 class MovableWeights:
-    """Of one model."""
+    """Which weights of one model may be moved."""
 
     def __init__(self, model: nn.Module) -> None:
         self._memory = Memory([*model.parameters(), *model.buffers()])

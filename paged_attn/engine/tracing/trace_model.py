@@ -198,7 +198,7 @@ def _call_and_mark(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
 
 
 def only_logits(gm: fx.GraphModule) -> None:
-    """Of a trace of `_call_and_mark`: what it returns alone is output, and not what a model keeps of the call (a bias, the last loss)."""
+    """Make what `_call_and_mark` returns the only output of its trace, and not what a model keeps of the call (a bias, the last loss)."""
     *_, returned = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.alias)
     gm.graph.output_node().args = ((returned.args[0],),)  # the rest stays for now: what vmap leaves and enters has no users
     gm.recompile()
@@ -220,7 +220,7 @@ def only_device(model: nn.Module) -> torch.device:
 
 
 def _alike(model: nn.Module, positions: bool) -> list[AlikeLayers]:
-    """Of a model that runs a short call; one that does not has none, and its trace says why it does not."""
+    """Alike layers of a model that runs a short call; one that does not has none, and its trace says why it does not."""
 
     def call() -> None:
         model(**trace_inputs(model, TRACE_TOKENS, positions))  # no longer one: it may have no more positions

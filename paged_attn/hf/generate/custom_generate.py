@@ -151,7 +151,7 @@ def _pad_of(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | N
 
 
 def _scores_so_far(keepers: list[ScoreKeeper], name: str, input_ids: Tensor) -> Callable[[int], tuple[Tensor, ...]]:
-    """Of so many columns, [B, V] each."""
+    """A function that gives the scores of so many columns, [B, V] each."""
     rows: list[list[Tensor]] = [getattr(keeper, name) for keeper in keepers]
     found: list[Tensor] = []
 

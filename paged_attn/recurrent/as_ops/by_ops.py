@@ -165,7 +165,7 @@ def apart(layer: RecurrentLayer, served: RecurrentLayer, scopes: Sequence[dict[s
 
 
 def _batches(device: torch.device) -> Iterator[Batch]:
-    """Of `STEPS`."""
+    """The batches of `STEPS`."""
     seen = [0] * len(SLOTS)
     for number, counts in enumerate(STEPS):
         requests = [

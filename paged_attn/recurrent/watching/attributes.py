@@ -15,7 +15,7 @@ from paged_attn.recurrent.watching.watch import Call, named_arguments
 
 
 def attribute_states(short: Mapping[str, Tensor], long: Mapping[str, Tensor]) -> list[str]:
-    """Of the attributes that a call on few and one on many tokens replaced, by path, those of one shape."""
+    """The paths of the attributes that two calls, on few and on many tokens, replaced by tensors of one shape."""
     return sorted(path for path, value in long.items() if value.dim() > 1 and path in short and short[path].shape == value.shape)
 
 

@@ -118,7 +118,7 @@ def _copied(root: Any) -> Any:
 
 
 def _changed(fresh: Any, part: Any) -> dict[Path, Tensor]:
-    """Of what came back in the form of what was given, the tensors with other numbers."""
+    """The tensors with other numbers in what came back in the form of what was given."""
     before, now = _tensors(fresh), _tensors(part)
     if before.keys() != now.keys() or any(value.shape != before[path].shape for path, value in now.items()):
         return {}

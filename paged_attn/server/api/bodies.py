@@ -117,7 +117,7 @@ class Body(Closed):
 
     @property
     def num_answers(self) -> int:
-        """Of each prompt.
+        """How many answers each prompt gets.
 
         Raises:
             ApiError: 400 for too few or too many.

@@ -28,7 +28,7 @@ async def docs(request: Request) -> Response:
 
 
 def page(document: dict[str, Any]) -> str:
-    """Of an OpenAPI document."""
+    """The page for an OpenAPI document."""
     title = f"{document['info']['title']} {document['info']['version']}"
     schemas = document.get("components", {}).get("schemas", {})
     parts = [f"<h1>{html.escape(title)}</h1><p>For programs: <a href='openapi.json'>openapi.json</a></p>"]

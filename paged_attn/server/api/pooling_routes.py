@@ -95,7 +95,7 @@ class RerankBody(PoolingBody):
 
     @property
     def count(self) -> int | None:
-        """Of the best documents; None: all.
+        """How many of the best documents are wanted; None: all.
 
         Raises:
             ApiError: 400 for less than one.

@@ -20,14 +20,14 @@ def first_width(dim):
 
 @gluon.constexpr_function
 def copy_layout(width):
-    """Of threads that each move 16 bytes of a row of `width` elements of 16 bits."""
+    """The layout of threads that each move 16 bytes of a row of `width` elements of 16 bits."""
     lanes = width // 8
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def sums_layout(width):
-    """Of sums over `width` columns, in the registers of a warpgroup."""
+    """The layout of sums over `width` columns, in the registers of a warpgroup."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 

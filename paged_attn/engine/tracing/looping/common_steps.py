@@ -86,7 +86,7 @@ class TwoTapes:
         raise _Differs(f"{one!r} and {two!r}")
 
     def _same_slot(self, one: Slot, two: Slot) -> Slot:
-        """Of one name, or made by steps that are as far from the start, or from the end."""
+        """The slot of both tapes: of one name, or made by steps that are as far from the start, or from the end."""
         origins = [tape.origin[slot.index] for tape, slot in zip(self.tapes, (one, two), strict=True)]
         from_end = [(len(tape.steps) - o[0], o[1]) if isinstance(o, tuple) else None for tape, o in zip(self.tapes, origins, strict=True)]
         if origins[0] == origins[1] or (from_end[0] is not None and from_end[0] == from_end[1]):

@@ -49,7 +49,7 @@ class Program:
 
     @property
     def code_name(self) -> str:
-        """Of the code that fx generated, which lies in no file."""
+        """The name of the code that fx generated, which lies in no file."""
         return type(self.gm).forward.__code__.co_filename
 
 

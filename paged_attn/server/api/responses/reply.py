@@ -79,7 +79,7 @@ class ResponsesReply:
         return {"type": f"response.{event}", "response": {**self._head, "status": status, **changed}}
 
     def _usage(self) -> dict[str, Any]:
-        """Of reasoning, the tokens up to its end."""
+        """Token counts; those of reasoning go up to its end."""
         counts = self.job.usage()
         return {
             "input_tokens": counts["prompt_tokens"], "input_tokens_details": counts["prompt_tokens_details"],
@@ -99,7 +99,7 @@ def _line(event: Event, number: int) -> str:
 
 
 class _Kind(NamedTuple):
-    """Of an item that holds text."""
+    """How an item that holds text looks."""
 
     prefix: str
     part: str
