@@ -27,7 +27,7 @@ def make_private_folder(folder: Path) -> None:
 
 
 def check_private_folder(folder: Path) -> None:
-    """That nobody but this user and root can put files into a folder, or another folder in its place. One that is missing is private.
+    """Check that nobody but this user and root can put files into a folder, or another folder in its place. One that is missing is private.
 
     Raises:
         RefusedFileError: names the folder, who can, and what to do.

@@ -73,7 +73,7 @@ class LayerGroup:
         return sum(specs[i].kv_elements for i in self.layers if specs[i].kv_layer == i)
 
     def specs(self, specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
-        """Those of the group, in its order, with `kv_layer` counted in it."""
+        """The specs of the group, in its order, with `kv_layer` counted in it."""
         place = {layer: index for index, layer in enumerate(self.layers)}
         return tuple(replace(specs[i], kv_layer=place[specs[i].kv_layer]) for i in self.layers)
 

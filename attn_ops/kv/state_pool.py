@@ -34,7 +34,7 @@ class StatePool:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those of all layers."""
+        """The state tensors of all layers."""
         return [state for states in self._states for state in states]
 
     def release(self) -> None:

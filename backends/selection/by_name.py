@@ -21,7 +21,7 @@ P = TypeVar("P")
 
 
 class OurBackends(Generic[B, P]):
-    """Those of an op, by their names in `targets`, as "module:Class"; `setting` names one of them. One object serves all layers."""
+    """The backends of an op, by their names in `targets`, as "module:Class"; `setting` names one of them. One object serves all layers."""
 
     def __init__(self, setting: str, targets: Mapping[str, str]) -> None:
         self._setting, self._targets, self._made = setting, targets, dict[str, B]()

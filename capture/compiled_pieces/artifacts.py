@@ -81,7 +81,7 @@ class ArtifactCache:
 
     @classmethod
     def of_user(cls) -> ArtifactCache | None:
-        """Those of the user (`private_user_folder`), or None if nothing is to be kept."""
+        """The artifacts of the user (`private_user_folder`), or None if nothing is to be kept."""
         folder = private_user_folder("pieces")
         return None if folder is None else cls(folder)
 

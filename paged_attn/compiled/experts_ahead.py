@@ -22,7 +22,7 @@ def compile_experts_ahead(
 
 
 def compile_graph_ahead(graph: fx.Graph) -> None:
-    """Those of all layers of experts in it."""
+    """Compile the kernels of all layers of experts in a graph."""
     seen = set()
     for node in graph.find_nodes(op="call_function", target=EXPERTS):
         x, ids, weights, w1, w2, b1, b2 = (value_of(each) for each in node.args[:7])

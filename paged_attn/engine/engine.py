@@ -169,7 +169,7 @@ class Engine:
 
     @property
     def requests(self) -> Mapping[str, Request]:
-        """Those that have not finished, by id."""
+        """The requests that have not finished, by id."""
         return self.output_processor.requests
 
     @property

@@ -31,7 +31,7 @@ class Entries:
 
     @classmethod
     def of_user(cls) -> Entries | None:
-        """Those of the user (`private_user_folder`), or None if nothing is to be kept."""
+        """The entries of the user (`private_user_folder`), or None if nothing is to be kept."""
         folder = private_user_folder("graphs")
         return None if folder is None else cls(folder)
 

@@ -48,7 +48,7 @@ class SharedPages:
     def of_layers(
         cls, layers: Sequence[AttentionSpec], page_size: int, dtype: torch.dtype, device: torch.device, num_pages: int | None
     ) -> SharedPages:
-        """Those of a new pool; `num_pages`: page 0 included; None lets it grow."""
+        """The pages of a new pool; `num_pages`: page 0 included; None lets it grow."""
         with torch.inference_mode(False):  # the pool outlives the mode it is made in
             return cls(KVPool(layers, 2 if num_pages is None else num_pages, page_size, dtype, device), grows=num_pages is None)
 

@@ -112,7 +112,7 @@ class CacheTemplate:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that a cache shares with the ones that it is made of."""
+        """The tensors that a cache shares with the ones that it is made of."""
         return [value for root in (self.fresh, self.present) for value in leaves_of(root).values() if isinstance(value, Tensor)]
 
     def read(self, cache: Any) -> list[Tensor]:

@@ -103,5 +103,5 @@ class ContextWithStates(ForwardContext):
 
 
 def states_of(model: nn.Module) -> RecurrentStates | None:
-    """Those that were made for a model and not closed."""
+    """The states that were made for a model and not closed."""
     return _known.get(model)

@@ -123,7 +123,7 @@ def _graphs(compiled: nn.Module) -> tuple[nn.Module, list[CompiledGraph]]:
 
 
 def _paged(model: nn.Module, graphs: Sequence[CompiledGraph]) -> list[CompiledGraph]:
-    """Those that run paged batches now: a graph traced with a model's RecurrentStates does so until they are closed."""
+    """The graphs that run paged batches now: a graph traced with a model's RecurrentStates does so until they are closed."""
     states = states_of(model)
     return [graph for graph in graphs if graph.split is not None and graph.traced_with == ("" if states is None else states.name)]
 

@@ -213,7 +213,7 @@ def _classify(node: fx.Node, left: Any, right: Any, first: str, second: str, out
     summed = [label for label in first + second if label not in output and label not in inner]
     if len(inner) != 1 or summed or not rows or not columns:
         return None
-    # Of several row labels the last that counts tokens is the row, wherever it stands ("bgrts,bsgd->btgrd"); the others (a group of
+    # Among several row labels the row is the last that counts tokens, wherever it stands ("bgrts,bsgd->btgrd"); the others (a group of
     # query heads) act as lead dims.
     of_tokens = [label for label, size in zip(first, shape_of(left), strict=True) if label in rows and not isinstance(size, int)]
     row, column = max(of_tokens or rows, key=output.index), columns[-1]

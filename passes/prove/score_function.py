@@ -202,7 +202,7 @@ class ScoreRegion:
         return self.products[visible], moved
 
     def check_scores(self, function: ScoreFunction) -> None:
-        """That they are this function of q.k at any distance, as far as these tokens show it."""
+        """Check that scores are this function of q.k at any distance, as far as these tokens show it."""
         still = self.run(torch.zeros_like(self.sample), self.scores.scores)
         seen, moved = self._seen_and_moved(still, function.first_column)
         if not _close(function.of(seen), moved(1.0)):

@@ -21,7 +21,7 @@ ROUNDING = 1e-3
 
 
 def mixing_nodes(wanted: list[fx.Node], starts: set[fx.Node], form: CallForm, values: Values, writers: Writers) -> set[fx.Node]:
-    """Those of `wanted` whose rows change where no row of `starts` does; all others have a row of their own for each token.
+    """The nodes of `wanted` whose rows change where no row of `starts` does; all others have a row of their own for each token.
 
     Args:
         wanted: in graph order; made from `starts`, positions, numbers and the model's own tensors.

@@ -59,7 +59,7 @@ class CutlassMlaBackend(DecodeOnlyBackend):
         return WorkspacePlan(batch, pool, workspace, batch.page_table)
 
     def check_pool(self, pool: KVPool) -> None:
-        """It must be made of such rows alone."""
+        """Check that a pool is made of such rows alone."""
         pages_in_page(pool)
 
     def plan_in_graph(self, plan: WorkspacePlan) -> None:

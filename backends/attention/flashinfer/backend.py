@@ -107,7 +107,7 @@ class FlashInferBackend(StoringBackend):
         plan = Plan(batch, pool, self.kinds(pool), parts_of(batch), self.planner(pool))
         for part in range(len(plan.parts)):
             for kind, owns_kv in plan.layers.used:
-                # Of a step that extends, rows of latents may be attended to for some requests only, which have a plan of their own.
+                # In a step that extends, rows of latents may be attended to for some requests only, which have a plan of their own.
                 if batch.mode is ForwardMode.DECODE or not plan.layers.kinds[kind].rank:
                     self._launch(plan, part, kind, owns_kv and _reads_own(plan, part, kind))
         return plan

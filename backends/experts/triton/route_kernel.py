@@ -73,7 +73,7 @@ def route_kernel(
         weight = 1.0 / (1.0 + tl.exp(-weight))
     if RENORMALISE:
         weight = weight / (tl.sum(tl.where(own, weight, 0.0), 0) + eps)
-    # Of a row without numbers something is chosen that exists.
+    # A row without numbers gets some expert that exists.
     chosen = tl.minimum(chosen // S * size + tl.minimum(chosen % S, size - 1), EXPERTS - 1)
     tl.store(weights + token * TOP_K + k, (weight * scale).to(weights.dtype.element_ty), mask=own)
     tl.store(ids + token * TOP_K + k, chosen.to(ids.dtype.element_ty), mask=own)

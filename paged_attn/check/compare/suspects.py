@@ -65,7 +65,7 @@ def suspects_in(
 
 
 def unexplained(suspects: Sequence[Suspect], original: Original, truth: Truth, noise: Noise, settings: ProbeSettings) -> list[Suspect]:
-    """Those of them that no rounding of the original explains, in order. Ranks of a sharded model run it as often as the one that needs
+    """The suspects that no rounding of the original explains, in order. Ranks of a sharded model run it as often as the one that needs
     most of it."""
     left: list[Suspect] = []
     for prompt in range(len(truth.prompts)):
@@ -110,7 +110,7 @@ class _Exchanged:
         self.exchanges = Exchanges(as_it_is.choices)
 
     def unexplained(self, rows: list[_Row], settings: ProbeSettings) -> list[_Row]:
-        """Those that no exchange explains either."""
+        """The rows that no exchange explains either."""
         for back in range(1, BACK + 1):
             while True:
                 of_tokens = {(name, row.suspect.row) for row in rows for name in self._before(row.suspect)[-back:][:1]}

@@ -224,5 +224,5 @@ def _name(node: fx.Node) -> str:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Those in a value, through lists, tuples and dicts of any depth."""
+    """The tensors in a value, through lists, tuples and dicts of any depth."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

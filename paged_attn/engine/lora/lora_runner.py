@@ -35,7 +35,7 @@ class LoraRunner(TracedRunner):
 
     @property
     def owned(self) -> dict[str, Tensor]:
-        """Those of the model, and the adapters' factors."""
+        """The tensors of the model, and the adapters' factors."""
         return {**super().owned, **{f"adapters {index}": tensor for index, tensor in enumerate(self.adapters.tensors)}}
 
     def forward(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:

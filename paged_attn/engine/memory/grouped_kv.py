@@ -173,7 +173,7 @@ class GroupedKVManager(KVManager):
         return super().gain(requests) * self._num_full + self._frames_in_windows() - self._frames_in_windows(without=requests)
 
     def _obtainable_frames(self) -> int:
-        """Those that are free, and all that are not needed by requests that run."""
+        """Frames that are free, and all that running requests do not need."""
         return self.allocator.num_frames - 1 - self.held_pages * self._num_full - self._frames_in_windows()
 
     def _frames_in_windows(self, without: Collection[Request] = ()) -> int:

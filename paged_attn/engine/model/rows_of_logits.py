@@ -56,7 +56,7 @@ def logits_of_all(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def forget_how(model: nn.Module) -> None:
-    """It may have been changed since it was last looked at."""
+    """Forget how a model gives its logits: it may have changed since."""
     _last_alone.discard(model)
 
 

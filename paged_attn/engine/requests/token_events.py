@@ -25,7 +25,7 @@ class TokenEvents(Sequence[TokenEvent]):
         self.append: Callable[[TokenEvent | tuple[str, int]], None] = self._told.append
 
     def without(self, request_id: str) -> TokenEvents:
-        """Those of the other requests."""
+        """The events of the other requests."""
         others = TokenEvents()
         for event in self:
             if event.request_id != request_id:

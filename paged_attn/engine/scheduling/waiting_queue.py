@@ -49,7 +49,7 @@ class RoundRobin:
 
 
 class PriorityClass:
-    """Those of one priority. Preempted ones are few, have come first once, and come first again, by arrival."""
+    """Waiting requests of one priority. Preempted ones are few, have come first once, and come first again, by arrival."""
 
     def __init__(self, make_policy: Callable[[], QueuePolicy]) -> None:
         self.preempted = ArrivalOrder()

@@ -48,7 +48,7 @@ class ThreadChoice:
         trials.add(count, self._clock() - started)
 
     def _trials_of(self, most: int, size: int) -> _Trials:
-        """Those of steps of a size; what is new starts from what is known of the nearest size."""
+        """The trials of steps of a size; what is new starts from what is known of the nearest size."""
         if (most, size) not in self._trials:
             others = {abs(other - size): trials for (limit, other), trials in self._trials.items() if limit == most}
             self._trials[most, size] = others[min(others)].of_another_size() if others else _Trials(most, min(self._first or most, most))

@@ -225,7 +225,7 @@ def _probes(module: nn.Module, layout: Layout | FlatLayout, w1: Tensor, dims: in
 
 
 def _num_ids(module: nn.Module, layout: Layout | FlatLayout) -> int:
-    """Those of experts, also of other ranks, and those that a weight has a row for beyond them."""
+    """How many ids there are: of experts, also of other ranks, and those that a weight has a row for beyond them."""
     if isinstance(owner := _owner(module), WholeExperts):
         return owner.total
     return layout.num_ids(module)

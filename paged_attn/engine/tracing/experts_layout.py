@@ -98,7 +98,7 @@ class FlatLayout:
 
 
 def layouts_of(module: nn.Module) -> Sequence[Layout | FlatLayout]:
-    """Those that the module may have, by flags or by shapes; none if it is no module of experts, or has no plain tensors."""
+    """The layouts that the module may have, by flags or by shapes; none if it is no module of experts, or has no plain tensors."""
     if any(getattr(module, kind, False) for kind in OTHER_KINDS):
         return []
     if all(hasattr(module, flag) for flag in FLAGS):
@@ -140,7 +140,7 @@ def is_stacked(weight: Any) -> bool:
 
 
 def _by_matrices(module: nn.Module) -> list[FlatLayout]:
-    """Those that the module may have, by shapes; none if it has anything besides two or three matrices that fit each other."""
+    """The layouts that the module may have, by shapes; none if it has anything besides two or three matrices that fit each other."""
     owned = dict(module.named_parameters())
     if len(owned) not in (2, 3) or any(True for _ in module.buffers()) or not all(_is_matrix(weight) for weight in owned.values()):
         return []

@@ -29,7 +29,7 @@ Call = tuple[list[Tensor], Any]  # the tensors that it was given, and what it ga
 
 
 class OpsWithoutFakes:
-    """Those that a model calls, with what is known of them; none if it calls none."""
+    """Ops without fakes that a model calls, with what is known of them; none if it calls none."""
 
     def __init__(self, model: nn.Module, inputs: Callable[[int], dict[str, Any]]) -> None:
         self.calls: dict[OpOverload, list[list[Call]]] = {}

@@ -39,7 +39,7 @@ class _Sides:
 
 
 class RopesByLength:
-    """Those of a model, each with its sides: one, or one for each kind of layer.
+    """The rotary embeddings of a model, each with its sides: one, or one for each kind of layer.
 
     Attributes:
         borders: ascending; what a request's tokens had cached is of no use once it has more tokens than one of them.

@@ -34,7 +34,7 @@ MOST_REFUSED = 3  # engines that are tried for a model that changes, and is refu
 
 
 class LastingRefusalError(UnsupportedError):
-    """It stays, however the model changes."""
+    """A refusal that stays, however the model changes."""
 
 
 class Refusal:

@@ -67,7 +67,7 @@ class CompletionReply(Reply):
         return top
 
     def _num_characters(self, index: int, token: int) -> int:
-        """That the next token of an answer adds: 0 if it is a part of one, and not its last. Some decoders drop the first one's space."""
+        """Characters that the next token adds: 0 if it is a part of one, and not its last. Some decoders drop the first one's space."""
         parts, text, is_first = [*self._parts[index], token], self.texts.of_token(token), index not in self._counted
         self._counted.add(index)
         if len(parts) > 1 or is_first or not is_text(text, token):

@@ -87,7 +87,7 @@ def request_id(given: str | None) -> str:
 
 
 class Calls:
-    """Those that the engine works for, by tenant and id; a client may use an id for several. For the event loop."""
+    """The calls that the engine works for, by tenant and id; a client may use an id for several. For the event loop."""
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, str], set[Call]] = {}

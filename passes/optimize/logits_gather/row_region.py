@@ -24,7 +24,7 @@ class RowRegion:
     frontier: dict[fx.Node, Rows]
 
     def users_of(self, value: fx.Node) -> list[fx.Node]:
-        """Those inside."""
+        """The users of a value that are inside."""
         return [user for user in self.layouts if value in user.all_input_nodes]
 
     @property

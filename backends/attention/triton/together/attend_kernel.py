@@ -92,7 +92,7 @@ def attend_together(query, keys, values, out, new_keys, new_values, sinks, lse, 
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         head_keys, head_values = keys + kv_head * key_head_stride, values + kv_head * value_head_stride
         if FUSED_WRITE:
-            # Of a row's new token, if its last block is one of these; used behind the others, so that nothing waits for it.
+            # K and V of a row's new token, if its last block is one of these; used behind the others, so that nothing waits for it.
             ended = tl.load(of_item + 1 + member, mask=row_mask, other=0)
             has_new = row_mask & (ended > block) & (ended <= block + take)
             new_at = tl.load(seq_lens + row, mask=row_mask, other=1) - 1

@@ -29,7 +29,7 @@ class CallForm:
         return module(*positional, **named, **dict(self.constants))
 
     def tensors_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor] | None:
-        """Those of a call of this form; None if it has another."""
+        """The tensors of a call of this form; None if it has another."""
         if len(args) != self.names.count(None) or {*kwargs} != {name for name in (*self.names, *dict(self.constants)) if name is not None}:
             return None
         return [*args, *(kwargs[name] for name in self.names if name is not None)]

@@ -117,11 +117,11 @@ class Tape(TorchFunctionMode):
             self._resting = False
 
     def slot_of(self, value: Any) -> Any:
-        """That of a tensor, which is a new one if no step has made it; anything else as it is."""
+        """The slot of a tensor, which is a new one if no step has made it; anything else as it is."""
         return self._slot(value, None) if isinstance(value, Tensor) else value
 
     def same_memory(self, slot: Slot) -> set[Slot]:
-        """Those of a tensor and of its views and bases."""
+        """The slots of a tensor and of its views and bases."""
         return self._of_memory[_memory(self.values[slot.index])]
 
     def _look(self, func: Any, told: Any) -> None:

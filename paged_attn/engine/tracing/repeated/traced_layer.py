@@ -131,7 +131,7 @@ class TracedLayer:
         return self.end.args[0]  # type: ignore[return-value]
 
     def check_nothing_else_is_read_or_left(self, weights: Weights) -> None:
-        """It reads what it is given, its own weights and what is no layer's, and leaves its result alone."""
+        """Check that it reads what it is given, its own weights and what is no layer's, and leaves nothing but its result."""
         first = Call.of(self.begin).given[0]
         if _form(first) != _form(self.result):
             raise NotAlike(f"{self.name} returns {_form(self.result)}, and its marks say {_form(first)}")

@@ -131,7 +131,7 @@ class ResponsesBody(Body):
         )  # fmt: skip
 
     def _check_what_comes_back(self) -> None:
-        """It is written into the answer as it was sent: raises ApiError, 400, for what no JSON in UTF-8 can hold."""
+        """Check what is written into the answer as it was sent: raises ApiError, 400, for what no JSON in UTF-8 can hold."""
         for name in ("instructions", "metadata", "tools", "tool_choice", "text"):
             value = getattr(self, name)
             try:
