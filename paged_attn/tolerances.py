@@ -64,7 +64,7 @@ def worst(errors: Tensor) -> float:
 
 
 def typical(errors: Tensor) -> float:
-    """The median of errors [N]: what most rows have, whatever befell a few; 0 of none."""
+    """The median of errors [N]: what most rows have, however far a few are off; 0 of none."""
     return float(errors.median()) if len(errors) else 0.0
 
 
