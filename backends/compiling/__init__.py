@@ -1,3 +1,6 @@
-"""Kernels compiled before they are launched. In: what will be launched (`compile_ahead.py`). Out: compiled kernels in Triton's cache and
-Inductor's. `compile_pool.py` keeps processes for it, `compile_worker.py` is what one of them runs, `compile_job.py` what it is sent.
+"""Triton kernels compiled by other processes before their first launch.
+
+In: a kernel and the arguments that it will be launched with. Out: the compiled kernel in Triton's cache on disk.
+Change: what is compiled, and who waits: `compile_ahead.py`; the processes: `compile_pool.py`; what one runs: `compile_worker.py`.
+Change: what a process is sent: `compile_job.py`.
 """

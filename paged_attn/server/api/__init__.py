@@ -2,7 +2,7 @@
 
 In: bodies. Out: answers, whole or streamed.
 Change: OpenAI's routes: `routes.py`; fields: `bodies.py`, of chats `chat_body.py`, their bounds `bounds.py`; /v1/responses: `responses/`.
-Change: answers: `replies.py`, of completions `completion_reply.py`; what routes share: `of_request.py`.
+Change: answers: `replies.py`, of completions `completion_reply.py`; what routes share: `request_state.py`.
 Change: embeddings and scores: `pooling_routes.py`; adapters: `lora_routes.py`; tokens: `token_routes.py`; /health, /metrics: `health.py`;
 /docs: `docs_page.py`.
 """
