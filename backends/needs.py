@@ -46,7 +46,6 @@ class Needs:
         architectures: of CUDA devices, 90 for SM90; empty means any.
         requirements: packages that are not always installed.
         note: what else a reader of tables should know.
-        blocked: why it cannot run at all, however well the problem fits; empty if it can.
     """
 
     devices: frozenset[str]
@@ -54,7 +53,6 @@ class Needs:
     architectures: frozenset[int] = frozenset()
     requirements: tuple[Requirement, ...] = ()
     note: str = ""
-    blocked: str = ""
 
     def runs_on(self, device: str) -> bool:
         """Whether it runs on the device with that word, architectures apart."""
@@ -72,7 +70,7 @@ def wrong_device(needs: Needs, device: str, architecture: int | None) -> str:
 
 def unmet_needs(needs: Needs, dtype: torch.dtype, device: str, architecture: int | None) -> list[str]:
     """Every reason why it cannot compute such rows there, packages apart; empty if it can."""
-    reasons = list(filter(None, [wrong_device(needs, device, architecture), needs.blocked]))
+    reasons = [wrong] if (wrong := wrong_device(needs, device, architecture)) else []
     if dtype not in needs.dtypes:
         reasons.append(f"dtype {short_dtype(dtype)} is not among {names_of(map(short_dtype, needs.dtypes))}")
     return reasons

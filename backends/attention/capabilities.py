@@ -193,4 +193,4 @@ def unmet(capabilities: Capabilities, problem: Problem) -> list[str]:
     reasons += [f"no {feature.value}" for feature in sorted(features - capabilities.features, key=lambda f: f.name)]
     together = (sorted(f.value for f in group) for group in capabilities.conflicts if group <= features)
     reasons += sorted(f"no {' together with '.join(names)}" for names in together)
-    return reasons + [capabilities.blocked] * bool(capabilities.blocked)
+    return reasons

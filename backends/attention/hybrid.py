@@ -139,7 +139,6 @@ def shared_capabilities(prefill: Capabilities, decode: Capabilities) -> Capabili
         dim_pairs=pairs,
         latent_dims=_shared_latents(prefill, decode),
         conflicts=prefill.conflicts | decode.conflicts,
-        blocked="; ".join(filter(None, (prefill.blocked, decode.blocked))),
     )
 
 

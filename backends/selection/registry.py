@@ -26,15 +26,15 @@ BUILT_IN = {
     "torch_native": "paged_attn.backends.attention.torch_native:TorchNativeBackend",
     "reference": "paged_attn.backends.attention.reference:ReferenceBackend",
 }
-# Known and refused with the true reason; see `unsupported.py`.
+# Names that SGLang lists and this project has no kernel call for, and what to use instead.
 UNSUPPORTED = {
-    "fa4": "paged_attn.backends.attention.unsupported:FA4Backend",
-    "dual_chunk_flash_attn": "paged_attn.backends.attention.unsupported:DualChunkBackend",
-    "aiter": "paged_attn.backends.attention.unsupported:AiterBackend",
-    "wave": "paged_attn.backends.attention.unsupported:WaveBackend",
-    "ascend": "paged_attn.backends.attention.unsupported:AscendBackend",
-    "intel_amx": "paged_attn.backends.attention.unsupported:IntelAmxBackend",
-    "intel_xpu": "paged_attn.backends.attention.unsupported:IntelXpuBackend",
+    "fa4": "fa3 on Hopper, flashinfer or triton on Blackwell",
+    "dual_chunk_flash_attn": "triton, which runs the same formula in three launches",
+    "aiter": "a CUDA GPU or a CPU; nothing here has run on ROCm",
+    "wave": "a CUDA GPU or a CPU; nothing here has run on ROCm",
+    "ascend": "a CUDA GPU or a CPU; nothing here has run on an NPU",
+    "intel_amx": "torch_native",
+    "intel_xpu": "a CUDA GPU or a CPU; nothing here has run on an Intel GPU",
 }
 _of_this_process: dict[str, type[AttentionBackend]] = {}
 
@@ -65,7 +65,7 @@ def register_backend(name: str, cls: type[AttentionBackend]) -> None:
 
 @cache
 def _entry_points() -> dict[str, EntryPoint]:
-    found = {name: EntryPoint(name, target, GROUP) for name, target in (BUILT_IN | UNSUPPORTED).items()}
+    found = {name: EntryPoint(name, target, GROUP) for name, target in BUILT_IN.items()}
     for entry in entry_points(group=GROUP):
         if entry.name in found and entry.value != found[entry.name].value:
             raise UnsupportedError(
@@ -81,14 +81,14 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 
 def backend_names() -> list[str]:
-    """All registered names: ours, third parties', the oracle, and those for hardware that this project has no kernel call for."""
+    """All registered names: ours, third parties', the oracle."""
     ours = [name for name in BUILT_IN if name != ORACLE]
-    return [*ours, *third_party_names(), ORACLE, *UNSUPPORTED]
+    return [*ours, *third_party_names(), ORACLE]
 
 
 def third_party_names() -> list[str]:
     """Names that other packages and this program register."""
-    return sorted({*_entry_points(), *_of_this_process} - BUILT_IN.keys() - UNSUPPORTED.keys())
+    return sorted({*_entry_points(), *_of_this_process} - BUILT_IN.keys())
 
 
 def loadable_classes() -> dict[str, type[AttentionBackend]]:
@@ -105,11 +105,14 @@ def backend_class(name: str) -> type[AttentionBackend]:
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.
+        UnsupportedError: a name of SGLang's that nothing is registered under; the message says what to use.
         ImportError: its module cannot be imported.
     """
     if name in _of_this_process:
         return _of_this_process[name]
     if name not in _entry_points():
+        if name in UNSUPPORTED:
+            raise UnsupportedError(f"attention backend {name!r}: this project has no kernel call for it yet; use {UNSUPPORTED[name]}")
         raise ValueError(
             f"unknown attention backend {name!r}; known are 'auto', {', '.join(map(repr, backend_names()))}, and two of them as "
             "'fa3,flashinfer' (prefill, decode)"

@@ -88,12 +88,11 @@ def reasons_against(capabilities: Capabilities, problems: Sequence[Problem]) -> 
     A need that not all layers have names the first one that has it.
     """
     asked = [(index, problem) for index, problem in enumerate(problems) if problem.spec.by_backend]
-    blocked = list(filter(None, [capabilities.blocked]))
     if capabilities.latents_only and asked and not any(isinstance(problem.spec, LatentSpec) for _, problem in asked):
         return [NO_LATENTS]
     if wrong := {wrong_device(capabilities, problem.device, problem.architecture) for _, problem in asked} - {""}:
-        return [*sorted(wrong), *blocked]
-    missing = [] if blocked else unmet_requirements(capabilities.requirements)
+        return sorted(wrong)
+    missing = unmet_requirements(capabilities.requirements)
     layers: dict[str, list[str]] = {}
     for index, problem in asked:
         for reason in unmet(capabilities, problem):

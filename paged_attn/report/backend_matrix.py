@@ -142,8 +142,7 @@ def _needs_cells(needs: Needs) -> list[str]:
     """What all kinds of backends say of themselves: the columns of EXPERTS_HEADERS after the first."""
     devices = names_of(needs.devices) + (f" ({architecture_words(needs.architectures)})" if needs.architectures else "")
     packages = ", ".join(map(requirement_words, needs.requirements)) or "nothing"
-    note = "; ".join(filter(None, (needs.note, needs.blocked)))
-    return [devices, names_of(map(short_dtype, needs.dtypes)), packages, note, available_here(needs)]
+    return [devices, names_of(map(short_dtype, needs.dtypes)), packages, needs.note, available_here(needs)]
 
 
 def experts_markdown() -> str:
@@ -166,10 +165,7 @@ def available_here(capabilities: Needs) -> str:
             reasons.append(f"no GPU with {architecture_words(capabilities.architectures)}; found {architecture_words(found)}")
     else:
         reasons = [f"runs on {names_of(capabilities.devices)}; this machine has {names_of(present)}"]
-    if capabilities.blocked:
-        reasons.append(capabilities.blocked)
-    else:
-        reasons += [missing for need in capabilities.requirements if (missing := what_is_lacking(need))]
+    reasons += [missing for need in capabilities.requirements if (missing := what_is_lacking(need))]
     return f"no: {'; '.join(reasons)}" if reasons else f"yes: {names_of(usable)}"
 
 

@@ -56,9 +56,8 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
-        targets = registry.BUILT_IN | registry.UNSUPPORTED
-        found = {name: EntryPoint(name, target, registry.GROUP).load() for name, target in targets.items()}
-        kept = {name for name, cls in found.items() if cls.capabilities.latents_only} | registry.UNSUPPORTED.keys()
+        found = {name: EntryPoint(name, target, registry.GROUP).load() for name, target in registry.BUILT_IN.items()}
+        kept = {name for name, cls in found.items() if cls.capabilities.latents_only}
         self.entries = {name: Entry(name, cls if name in kept else fake(name)) for name, cls in found.items()}
         monkeypatch.setattr(registry, "_entry_points", lambda: self.entries)
         monkeypatch.setenv("PAGED_ATTN_TUNED", "none")

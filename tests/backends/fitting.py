@@ -49,6 +49,6 @@ def usable_names(device: str) -> list[str]:
     for name in backend_names():
         capabilities = backend_class(name).capabilities
         right_gpu = not capabilities.architectures or architecture in capabilities.architectures
-        if name != "reference" and capabilities.runs_on(word) and right_gpu and not capabilities.blocked and not missing_packages(name):
+        if name != "reference" and capabilities.runs_on(word) and right_gpu and not missing_packages(name):
             names.append(name)
     return names

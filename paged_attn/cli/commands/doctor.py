@@ -112,10 +112,9 @@ def _backends() -> list[Finding]:
     import torch
 
     from paged_attn.backends.selection.ranking import ORACLE
-    from paged_attn.backends.selection.registry import UNSUPPORTED
     from paged_attn.report.backend_matrix import matrix_rows
 
-    rows = [row for row in matrix_rows() if row.backend not in UNSUPPORTED and row.backend != ORACLE]
+    rows = [row for row in matrix_rows() if row.backend != ORACLE]
     gpu = torch.cuda.is_available()
     return [_backend(row.backend, row.here, gpu and row.here.startswith("yes") and "cuda" in row.here) for row in rows]
 

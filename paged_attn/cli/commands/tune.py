@@ -204,11 +204,11 @@ def _backends(required: Requirements, asked: Sequence[str] | None) -> tuple[dict
     """
     from paged_attn.attn_ops.errors import UnsupportedError
     from paged_attn.backends.selection.ranking import ORACLE
-    from paged_attn.backends.selection.registry import UNSUPPORTED, backend_class, backend_names
+    from paged_attn.backends.selection.registry import backend_class, backend_names
 
     made: dict[str, AttentionBackend] = {}
     left_out: dict[str, str] = {}
-    for name in asked or [name for name in backend_names() if name != ORACLE and name not in UNSUPPORTED]:
+    for name in asked or [name for name in backend_names() if name != ORACLE]:
         if name not in backend_names():
             backend_class(name)  # raises, and lists the known names
         phases = [phase for phase in ("extend", "decode") if not required.reasons(name, frozenset({phase}))]

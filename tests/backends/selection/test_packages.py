@@ -12,7 +12,7 @@ import pytest
 
 from paged_attn.backends.needs import Requirement
 from paged_attn.backends.selection.packages import PACKAGES, OptionalPackage, requirement_words, unmet_requirement
-from paged_attn.backends.selection.registry import BUILT_IN, UNSUPPORTED, backend_class
+from paged_attn.backends.selection.registry import BUILT_IN, backend_class
 
 
 def test_packages_are_looked_up_without_importing_them() -> None:
@@ -90,7 +90,7 @@ def test_torch_is_a_package_like_any_other() -> None:
     assert why is not None and why.startswith("needs torch 99 or newer, found 2.") and why.endswith(": pip install -U torch")
 
 
-@pytest.mark.parametrize("name", [*BUILT_IN, *UNSUPPORTED])
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_what_a_backend_needs_has_an_install_line(name: str) -> None:
     for requirement in backend_class(name).capabilities.requirements:
         assert requirement.install and "." not in requirement.module

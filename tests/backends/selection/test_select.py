@@ -16,7 +16,7 @@ from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.torch_native import TorchNativeBackend
 from paged_attn.backends.needs import Requirement
 from paged_attn.backends.selection import requirements as wanted_module
-from paged_attn.backends.selection.registry import BUILT_IN, UNSUPPORTED
+from paged_attn.backends.selection.registry import BUILT_IN
 from paged_attn.backends.selection.requirements import reasons_against
 from paged_attn.backends.selection.select import select, select_for_pool
 from tests.backends.fake_backends import SPEC, Machine, machine
@@ -51,7 +51,7 @@ def test_auto_takes_the_first_that_fits():
     assert type(selection.backend) is TorchNativeBackend
     assert selection.reason == "first that fits every layer in the order for a CPU"
     assert selection.rejected["reference"] == "ranked after torch_native"
-    assert set(selection.rejected) == {*BUILT_IN, *UNSUPPORTED} - {"torch_native"}
+    assert set(selection.rejected) == {*BUILT_IN} - {"torch_native"}
 
 
 @pytest.mark.parametrize("cls", [TorchNativeBackend, ReferenceBackend])
@@ -83,7 +83,7 @@ def test_auto_that_fits_nothing_lists_every_backend():
     text = str(error.value)
     for name in ("torch_native", "reference"):
         assert f"\n  {name}: KV dtype int8 is not among bfloat16, float16, float32, float64\n" in text
-    assert all(f"\n  {name}: " in text for name in (*BUILT_IN, *UNSUPPORTED))
+    assert all(f"\n  {name}: " in text for name in BUILT_IN)
     assert "Nothing fits in both phases" in text and "`paged-attn backends`" in text
 
 
@@ -176,7 +176,6 @@ def test_other_devices_are_refused_with_every_reason(machine: Machine, word):
         ({"features": frozenset()}, {"spec": dataclasses.replace(SPEC, softcap=3.0)}, "no softcap"),
         ({"features": frozenset()}, {"spec": dataclasses.replace(SPEC, sliding_window=3)}, "no sliding window"),
         ({"architectures": frozenset({80, 89})}, {}, "needs SM80, SM89, this GPU is SM90"),
-        ({"blocked": "it is broken"}, {}, "it is broken"),
     ],
 )
 def test_auto_and_a_name_meet_the_same_reasons(machine: Machine, capabilities, asked, why):
