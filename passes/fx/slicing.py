@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from itertools import takewhile
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import call, writers_of
+from paged_attn.passes.fx.graph_tools import Writers, call, writers_of
+from paged_attn.passes.fx.token_data import read_inputs
 
 MAX_NODES = 4000
 
 
-def ancestors(node: fx.Node, user: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
-    """Every node that `node` is made from, itself included, in graph order, with the in-place writes to any of them before `user`.
+def ancestors(
+    nodes: fx.Node | list[fx.Node],
+    user: fx.Node,
+    stop: Set[fx.Node] = frozenset(),
+    writers: Writers | None = None,
+    *,
+    through_shapes: bool = True,
+) -> list[fx.Node]:
+    """Every node that these are made from, themselves included, in graph order, with the in-place writes to any of them before `user`.
 
-    `user` is where the value is needed: a mask may be filled in place after it was made. Nodes in `stop` are included but not
-    looked behind.
+    Args:
+        user: where the value is needed: a mask may be filled in place after it was made.
+        stop: these are included but not looked behind.
+        writers: of the graph, if they are known.
+        through_shapes: else without what only lends its shape, and without what wrote the nodes in `stop`: both are to be given.
     """
-    writers = writers_of(takewhile(lambda other: other is not user, node.graph.nodes))
-    found, pending = {node}, [node]
+    writers = writers_of(user.graph.nodes) if writers is None else writers
+    pending = [nodes] if isinstance(nodes, fx.Node) else list(nodes)
+    found = set(pending)
     while pending:
         current = pending.pop()
-        for other in (*([] if current in stop else current.all_input_nodes), *writers.get(current, ())):
+        sources = () if current in stop else current.all_input_nodes if through_shapes else read_inputs(current)
+        changes = () if current in stop and not through_shapes else writers.get(current, ())
+        for other in (*sources, *(writer for writer in changes if writer < user)):
             if other not in found:
                 found.add(other)
                 pending.append(other)

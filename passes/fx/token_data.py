@@ -7,7 +7,6 @@ where rows of tokens are looked up.
 from __future__ import annotations
 
 import operator
-from collections.abc import Set
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import Writers, depends_on, name_of, symbol, value_of, writers_of, written_values
+from paged_attn.passes.fx.graph_tools import depends_on, name_of, symbol, value_of, written_values
 
 aten = torch.ops.aten
 _SHAPE_OF_FIRST = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "size",
@@ -69,24 +68,6 @@ def counts_in_numbers(node: fx.Node, form: CallForm) -> list[fx.Node]:
     if name_of(node) not in _ARITHMETIC or not isinstance(value, Tensor) or not value.dtype.is_floating_point:
         return []
     return [other for other in node.all_input_nodes if is_count(value_of(other), form)]
-
-
-def backward_slice(node: fx.Node, user: fx.Node, stop: frozenset[fx.Node] = frozenset(), writers: Writers | None = None) -> list[fx.Node]:
-    """Like `slicing.ancestors`, but without what only lends its shape (such tensors are to be given) and what wrote the nodes in `stop`."""
-    return slice_of([node], user, stop, writers_of(node.graph.nodes) if writers is None else writers)
-
-
-def slice_of(nodes: list[fx.Node], user: fx.Node, stop: Set[fx.Node], writers: Writers) -> list[fx.Node]:
-    """The backward slice of several nodes."""
-    found, pending = set(nodes), list(nodes)
-    while pending:
-        current = pending.pop()
-        changes = [writer for writer in writers.get(current, ()) if writer < user]
-        for other in () if current in stop else (*read_inputs(current), *changes):
-            if other not in found:
-                found.add(other)
-                pending.append(other)
-    return sorted(found)
 
 
 def indexed_tensor(node: fx.Node, index: fx.Node) -> fx.Node | None:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.fx.call_form import CallForm, CallNotPaged, Values
 from paged_attn.passes.fx.graph_tools import name_of, remove_dead_code, value_of
-from paged_attn.passes.fx.token_data import backward_slice
+from paged_attn.passes.fx.slicing import ancestors
 from paged_attn.passes.positions.batch_positions import BatchPositions
 from paged_attn.passes.positions.id_values import check_id_values
 from paged_attn.passes.positions.ragged_values import use_positions_for_row_values
@@ -82,7 +82,7 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 def _first_outside(user: fx.Node, index: fx.Node, rows: int, form: CallForm, values: Values, positions: BatchPositions) -> int | None:
     starts = frozenset(node for node in (form.positions, positions.made) if node is not None)
-    sliced = backward_slice(index, user, starts)
+    sliced = ancestors(index, user, starts, through_shapes=False)
     if not starts & set(sliced) or any(
         node.op == "placeholder" and form.roles[node] not in ("owned", "tokens", "position_ids") for node in sliced
     ):

@@ -14,9 +14,9 @@ from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import name_of, token_dims, value_of, writers_of, writes_in_place, written_values
+from paged_attn.passes.fx.slicing import ancestors
 from paged_attn.passes.fx.token_data import (
     UNDEFINED,
-    backward_slice,
     counts_in_numbers,
     indexed_tensor,
     is_count,
@@ -47,7 +47,7 @@ def use_positions_for_row_values(graph: fx.Graph, form: CallForm, values: Values
         for value in read_inputs(user):
             if value in data or not isinstance(value_of(value), Tensor) or value.op == "placeholder" or picks_rows(user, value, form):
                 continue
-            sliced = (value, *backward_slice(value, user, writers=shared.writers))
+            sliced = (value, *ancestors(value, user, writers=shared.writers, through_shapes=False))
             if sliced in harmless or not _counts_tokens(sliced, form):
                 continue
             if sliced not in replaced:

@@ -12,7 +12,8 @@ from torch import fx
 
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, shape_of, value_of, writers_of
-from paged_attn.passes.fx.token_data import Lookup, backward_slice, lookup_of, token_axis, token_data
+from paged_attn.passes.fx.slicing import ancestors
+from paged_attn.passes.fx.token_data import Lookup, lookup_of, token_axis, token_data
 from paged_attn.passes.positions.row_probe import Affine, RowProbe
 
 aten = torch.ops.aten
@@ -36,7 +37,7 @@ def _is_position(lookup: Lookup, form: CallForm, values: Values) -> bool:
         return False
     probe = RowProbe(form, values, lookup.node)
     try:
-        if form.positions is None or form.positions not in backward_slice(lookup.at, lookup.node):
+        if form.positions is None or form.positions not in ancestors(lookup.at, lookup.node, through_shapes=False):
             return probe.affine(lookup.at) == Affine(1, 0)
         positions = torch.tensor(PROBED, device=value_of(lookup.at).device)
         return torch.equal(probe.at(lookup.at, len(PROBED), {form.positions: positions[None]}).flatten().long(), positions)

@@ -10,8 +10,8 @@ from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import Writers, as_traced, shape_at, value_of, writers_of
-from paged_attn.passes.fx.slicing import evaluate
-from paged_attn.passes.fx.token_data import backward_slice, token_axis
+from paged_attn.passes.fx.slicing import ancestors, evaluate
+from paged_attn.passes.fx.token_data import token_axis
 
 LENGTHS = ((13, 29), (4, 7))  # the second for models with fewer positions
 
@@ -56,12 +56,12 @@ class RowProbe:
             return self._unwritten[key]
         if key not in self._seen:
             self._seen[key] = self._evaluate(node, length, {})
-            if not any(other in self.writers for other in backward_slice(node, self.user, writers=self.writers)):
+            if not any(other in self.writers for other in ancestors(node, self.user, writers=self.writers, through_shapes=False)):
                 self._unwritten[key] = self._seen[key]
         return self._seen[key]
 
     def _evaluate(self, node: fx.Node, length: int, given: Mapping[fx.Node, Any]) -> Any:
-        nodes = backward_slice(node, self.user, frozenset(given), self.writers)
+        nodes = ancestors(node, self.user, frozenset(given), self.writers, through_shapes=False)
         known = dict(given)
         inside = set(nodes)
         for each in nodes:

@@ -13,7 +13,8 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import Writers, depends_on, name_of, value_of, writes_in_place, written_values
-from paged_attn.passes.fx.token_data import backward_slice, read_inputs, token_axis
+from paged_attn.passes.fx.slicing import ancestors
+from paged_attn.passes.fx.token_data import read_inputs, token_axis
 from paged_attn.passes.positions.batch_positions import BatchPositions
 from paged_attn.passes.positions.row_probe import Affine, Results, RowProbe
 
@@ -81,7 +82,7 @@ class RowReplacement:
         return self.shared.tables[node]
 
     def _sliced(self, node: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
-        return backward_slice(node, self.user, stop, self.shared.writers)
+        return ancestors(node, self.user, stop, self.shared.writers, through_shapes=False)
 
     def _find_seeds(self, node: fx.Node, seen: set[fx.Node]) -> None:
         """The places where rows are first counted, or taken off a table: what is made from them there (a remainder, a clamp) may count

@@ -12,8 +12,8 @@ from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import Writers, depends_on, shape_at, value_of
-from paged_attn.passes.fx.slicing import evaluate_all
-from paged_attn.passes.fx.token_data import slice_of, token_axis
+from paged_attn.passes.fx.slicing import ancestors, evaluate_all
+from paged_attn.passes.fx.token_data import token_axis
 from paged_attn.passes.prove.score_subgraph import placeholder_value, zeros_for
 
 TOKENS, CHANGED = 9, 4
@@ -28,7 +28,7 @@ def mixing_nodes(wanted: list[fx.Node], starts: set[fx.Node], form: CallForm, va
     """
     if not wanted:
         return set()
-    nodes = slice_of(wanted, wanted[-1], starts, writers)
+    nodes = ancestors(wanted, wanted[-1], starts, writers, through_shapes=False)
     runs = []
     for changed in (False, True):
         generator = torch.Generator().manual_seed(11)

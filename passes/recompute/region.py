@@ -30,7 +30,8 @@ from paged_attn.passes.fx.graph_tools import (
     writers_of,
     written_values,
 )
-from paged_attn.passes.fx.token_data import backward_slice, read_inputs, token_axis, token_data
+from paged_attn.passes.fx.slicing import ancestors
+from paged_attn.passes.fx.token_data import read_inputs, token_axis, token_data
 from paged_attn.passes.prove.score_subgraph import LOOKUPS
 from paged_attn.passes.recompute.mixing import mixing_nodes
 
@@ -106,7 +107,7 @@ class _Search:
             mixing = mixing_nodes(beside, self.stops, self.tokens.form, self.tokens.values, self.writers)
         inside = self._made_from({self.output, *square, *mixing})
         rows = sorted({self._narrowest(node, inside) for node in self._cut(inside)})
-        nodes = backward_slice(self.output, self.output, frozenset(rows), self.writers)
+        nodes = ancestors(self.output, self.output, frozenset(rows), self.writers, through_shapes=False)
         self._check(nodes, rows)
         empty = {node for node in rows if 0 in value_of(node).shape}
         shape_only = {
