@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
-from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, allowed, apart, known_gates
+from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, agrees, known_gates
 from paged_attn.engine.tracing.experts_layout import Operands
 from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.looping.tape import Tape
@@ -112,7 +112,7 @@ def expert_mlps(experts: Sequence[nn.Module]) -> list[ExpertMLP]:
         made = torch.cat([F.linear(given, weights[f"{name}.weight"], weights.get(f"{name}.bias")) for name in first], dim=-1)
         for gating in known_gates(expert, wide == 2 * inner):
             inside = gating(made)
-            if apart(expected, F.linear(inside, weights[f"{second}.weight"], weights.get(f"{second}.bias"))) <= allowed(expected):
+            if agrees(expected, F.linear(inside, weights[f"{second}.weight"], weights.get(f"{second}.bias"))):
                 found.append(ExpertMLP(first, second, gating, ExpertsSpec(len(experts), hidden, inner, gating, has_bias)))
                 break
     if not found:

@@ -16,7 +16,7 @@ from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
 from paged_attn.calling.replaced_forward import replaced_forward
-from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, allowed, apart
+from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, agrees
 from paged_attn.engine.tracing.experts_layout import Operands
 from paged_attn.engine.tracing.looping.calls import BlockCall
 from paged_attn.engine.tracing.looping.common_steps import TwoTapes
@@ -83,7 +83,7 @@ def _check_each(experts: Sequence[nn.Module], mlp: ExpertMLP, operands: Operands
     ids = torch.arange(len(experts), device=w1.device).repeat_interleave(2)[:, None]
     expected = torch.cat([expert(rows.clone()) for expert, rows in zip(experts, x.split(2), strict=True)])
     given = EXPERTS(x, ids, torch.ones_like(ids, dtype=w1.dtype), *operands, *mlp.gating.arguments, backend)
-    if not apart(expected, given) <= allowed(expected):
+    if not agrees(expected, given):
         raise NotProved("its experts give other numbers than the op does with their weights")
 
 
@@ -185,7 +185,7 @@ class _Proof:
         except NOT_EXPERTS as error:
             raise NotProved(f"what it does for {TOKENS[0]} rows cannot be done for {rows}: {first_line(error)}") from error
         for one, other in zip(expected, got, strict=True):
-            if one.dtype != other.dtype or not (apart(one, other) <= allowed(one) if one.is_floating_point() else torch.equal(one, other)):
+            if one.dtype != other.dtype or not (agrees(one, other) if one.is_floating_point() else torch.equal(one, other)):
                 raise NotProved(f"it gives other numbers than its experts' rows by the weights that its router shows ({rows} rows)")
 
     def _given(self, tokens: int, seed: int) -> list[Tensor]:
