@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_map_only
 from paged_attn.attn_ops.ops.module import MODULE_ON_ALL_TOKENS, register_module
 from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.engine.tracing.module_calls import LENGTHS, watch_calls
 from paged_attn.recurrent.watching.watch import named_arguments, positional_names
 
 logger = logging.getLogger("paged_attn")
-LENGTHS = (5, 8)  # tokens of the calls that are watched
 Path = tuple[Any, ...]  # the parameter, then keys and indices
 
 
@@ -86,14 +86,16 @@ def modules_around(model: nn.Module, inner: Iterable[str], inputs: Callable[[int
         inputs: those of a call of the model on so many tokens, without a cache.
     """
     outwards = {name: [name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1)] for name in inner}
-    seen: dict[str, list[AllTokensCall | None]] = {path: [] for paths in outwards.values() for path in paths}
-    with ExitStack() as undo, as_served(model), torch.no_grad():
-        for name in seen:
-            undo.callback(model.get_submodule(name).register_forward_hook(_watcher(seen[name]), with_kwargs=True).remove)
-        for length in LENGTHS:
-            model(**inputs(length))
+    modules = {path: model.get_submodule(path) for paths in outwards.values() for path in paths}
+    seen: dict[nn.Module, list[AllTokensCall | None]] = {module: [] for module in modules.values()}
+
+    def look(length: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        seen[module].append(AllTokensCall.of(named_arguments(module, args, kwargs), output, length))
+
+    with as_served(model):
+        watch_calls(model, seen, inputs, look)
     # As often as the model is called, and each time in the same way.
-    same = {name: calls[0] for name, calls in seen.items() if len(calls) == len(LENGTHS) and calls[0] == calls[-1]}
+    same = {path: calls[0] for path, module in modules.items() if len(calls := seen[module]) == len(LENGTHS) and calls[0] == calls[-1]}
     found: dict[str, AllTokensCall] = {}
     for paths in outwards.values():
         call = next(((path, call) for path in paths if (call := same.get(path)) is not None), None)
@@ -117,13 +119,6 @@ def on_all_tokens(model: nn.Module, calls: Mapping[str, AllTokensCall]) -> Itera
             module = model.get_submodule(name)
             undo.enter_context(replaced_forward(module, _emitter(module, call)))
         yield
-
-
-def _watcher(calls: list[AllTokensCall | None]) -> Callable[..., None]:
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        calls.append(AllTokensCall.of(named_arguments(module, args, kwargs), output, LENGTHS[len(calls) % len(LENGTHS)]))
-
-    return after
 
 
 def _emitter(module: nn.Module, call: AllTokensCall) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.ops.module import MODULE, register_module
 from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.engine.tracing.looping.calls import CallForm
+from paged_attn.engine.tracing.module_calls import watch_calls
 from paged_attn.engine.tracing.trace_failure import NotTraced
 
 logger = logging.getLogger("paged_attn")
@@ -73,8 +74,7 @@ def modules_as_ops(model: nn.Module, classes: Mapping[type[nn.Module], str], inp
     """
     with ExitStack() as undo:
         if classes:
-            shapes = _watch(model, classes, inputs)
-            for module, call in shapes.items():
+            for module, call in _calls_of(model, classes, inputs).items():
                 undo.enter_context(replaced_forward(module, _emitter(module, call)))
         yield
 
@@ -87,11 +87,11 @@ class _Call(CallForm):
     dtype: torch.dtype
 
 
-def _watch(model: nn.Module, classes: Mapping[type[nn.Module], str], inputs: Callable[[int], dict[str, Any]]) -> dict[nn.Module, _Call]:
+def _calls_of(model: nn.Module, classes: Mapping[type[nn.Module], str], inputs: Callable[[int], dict[str, Any]]) -> dict[nn.Module, _Call]:
     """How each of the modules is called, from runs of the model on two lengths."""
     seen: dict[nn.Module, set[_Call]] = {}
 
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def look(length: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         nothing = tuple((name, None) for name, value in kwargs.items() if value is None)
         keywords = {name: value for name, value in kwargs.items() if value is not None}
         names: tuple[str | None, ...] = (*[None] * len(args), *keywords)
@@ -111,12 +111,7 @@ def _watch(model: nn.Module, classes: Mapping[type[nn.Module], str], inputs: Cal
             )
         seen.setdefault(module, set()).add(_Call(names, nothing, alike[0], output.dtype))
 
-    with ExitStack() as undo, torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, tuple(classes)):
-                undo.callback(module.register_forward_hook(after, with_kwargs=True).remove)
-        for length in (5, 8):
-            model(**inputs(length))
+    watch_calls(model, [module for module in model.modules() if isinstance(module, tuple(classes))], inputs, look)
     several = [type(module).__name__ for module, calls in seen.items() if len(calls) > 1]
     if several:
         raise NotTraced(f"{several[0]} cannot be traced, and is called in several ways, so that it cannot be called as one op.")

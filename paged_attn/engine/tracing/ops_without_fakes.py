@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paged_attn.capture.split.split_ops import register_split_op
+from paged_attn.engine.tracing.module_calls import LENGTHS
 from paged_attn.engine.tracing.trace_failure import NotTraced
 
 _KERNELS = (DispatchKey.Meta, DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeImplicitAutograd)
-LENGTHS = (5, 8)
 Call = tuple[list[Tensor], Any]  # the tensors that it was given, and what it gave
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.engine.tracing.looping.not_proved import NotProved
+from paged_attn.engine.tracing.module_calls import LENGTHS, watch_calls
 
 _PLAIN = (bool, int, float, str)
 
@@ -56,21 +56,16 @@ class BlockCall(CallForm):
 
 def calls_of(model: nn.Module, blocks: Sequence[nn.Module], inputs: Callable[[int], dict[str, Any]]) -> dict[nn.Module, BlockCall | str]:
     """How each block is called, from runs of the model on two lengths; or why it is not known. `inputs`: those of so many tokens."""
-    seen: dict[nn.Module, list[Any]] = {block: [] for block in blocks}
-    lengths = (5, 8)
+    forms: dict[nn.Module, list[_Form | str]] = {block: [] for block in blocks}
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def seen(_length: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
         try:
-            seen[module].append(_form(args, kwargs))
+            forms[module].append(_form(args, kwargs))
         except NotProved as error:
-            seen[module].append(str(error))
+            forms[module].append(str(error))
 
-    with ExitStack() as undo, torch.no_grad():
-        for block in blocks:
-            undo.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
-        for length in lengths:
-            model(**inputs(length))
-    return {block: _in_general(forms, lengths) for block, forms in seen.items()}
+    watch_calls(model, forms, inputs, seen)
+    return {block: _in_general(found) for block, found in forms.items()}
 
 
 class _Form(NamedTuple):
@@ -91,22 +86,22 @@ def _form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Form:
     return _Form(tuple(name for name, _ in tensors), shapes, constants)
 
 
-def _in_general(forms: Sequence[_Form | str], lengths: tuple[int, int]) -> BlockCall | str:
+def _in_general(forms: Sequence[_Form | str]) -> BlockCall | str:
     if reasons := [form for form in forms if isinstance(form, str)]:
         return reasons[0]
     told = [form for form in forms if isinstance(form, _Form)]
-    if len(told) != len(lengths):
-        return f"it is called {len(told)} times in {len(lengths)} calls of the model"
+    if len(told) != len(LENGTHS):
+        return f"it is called {len(told)} times in {len(LENGTHS)} calls of the model"
     one, two = told
     if (one.names, one.constants) != (two.names, two.constants):
         return "it is called in several ways"
     tensors = []
     for (shape, dtype), (longer, _) in zip(one.tensors, two.tensors, strict=True):
-        axes = [axis for axis, sizes in enumerate(zip(shape, longer, strict=False)) if sizes == lengths]
+        axes = [axis for axis, sizes in enumerate(zip(shape, longer, strict=False)) if sizes == LENGTHS]
         rest = [(sizes[:axis] + sizes[axis + 1 :]) for axis in axes[:1] for sizes in (shape, longer)]
         if len(axes) != 1 or rest[0] != rest[1] or any(size != 1 for size in shape[: axes[0]]):
             return (
-                f"it is given a tensor {list(shape)} for {lengths[0]} tokens and {list(longer)} for {lengths[1]}; known is one row a token"
+                f"it is given a tensor {list(shape)} for {LENGTHS[0]} tokens and {list(longer)} for {LENGTHS[1]}; known is one row a token"
             )
         tensors.append(GivenTensor((*shape[: axes[0]], 0, *shape[axes[0] + 1 :]), axes[0], dtype))
     return BlockCall(one.names, one.constants, tuple(tensors))

@@ -1,0 +1,27 @@
+"""Running a model on two lengths and looking at each call of some of its modules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+LENGTHS = (5, 8)  # tokens of the calls that are watched
+Seen = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
+
+
+def watch_calls(model: nn.Module, modules: Collection[nn.Module], inputs: Callable[[int], dict[str, Any]], seen: Seen) -> None:
+    """`seen` is told of every call: how many tokens the model was given, the module, its arguments by position and by name, its output.
+
+    Args:
+        inputs: those of a call of the model on so many tokens, without a cache.
+    """
+    for length in LENGTHS:
+        with ExitStack() as undo, torch.no_grad():
+            for module in modules:
+                undo.callback(module.register_forward_hook(functools.partial(seen, length), with_kwargs=True).remove)
+            model(**inputs(length))
