@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.engine.tracing.looping.common_steps import Times
 from paged_attn.engine.tracing.looping.not_proved import NotProved
-from paged_attn.engine.tracing.looping.tape import Slot, Step, Tape, mapped, slots_in
+from paged_attn.engine.tracing.looping.tape import Slot, Step, Tape, slots_in
 
 OPERANDS = ("w1", "w2", "b1", "b2")
 _PRODUCTS = ("linear", "matmul", "__matmul__", "mm", "addmm", "einsum")
@@ -83,7 +84,7 @@ def program_of(
     writer.experts(site, operands, experts, op)
     for index in after:
         writer.step(common[index])
-    graph.output(mapped(output, writer.told))
+    graph.output(map_aggregate(output, writer.told))
     graph.lint()
     return Program(fx.GraphModule({}, graph), owned, named)
 
@@ -165,7 +166,7 @@ class _Writer:
         return value
 
     def step(self, step: Step) -> None:
-        made = self._call(step.function, mapped(step.args, self.told), mapped(step.kwargs, self.told))
+        made = self._call(step.function, map_aggregate(step.args, self.told), map_aggregate(step.kwargs, self.told))
         for place, slot in enumerate(step.results):
             if slot is not None:
                 self._nodes[slot] = self._graph.call_function(operator.getitem, (made, place)) if step.several else made

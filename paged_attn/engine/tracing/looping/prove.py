@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.node import map_aggregate
 
 from paged_attn.attn_ops.errors import UnsupportedError, first_line
 from paged_attn.attn_ops.ops.experts import EXPERTS
@@ -25,7 +26,7 @@ from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.looping.probes import ROWS, given_tensors, logits_of
 from paged_attn.engine.tracing.looping.program import Evaluation, ExpertsSite, Program, program_of
 from paged_attn.engine.tracing.looping.stacked_pair import StackedPair, stacked_pairs
-from paged_attn.engine.tracing.looping.tape import Slot, Tape, mapped
+from paged_attn.engine.tracing.looping.tape import Slot, Tape
 from paged_attn.engine.tracing.while_tracing import no_collections
 from paged_attn.hashing.code_files import executed_files
 
@@ -134,7 +135,7 @@ class _Proof:
                 undo.enter_context(replaced_forward(module, forward))
             with tape:
                 output = self.call.call(self.block, given)
-        return tape, mapped(_plain(output), tape.slot_of), fed
+        return tape, map_aggregate(_plain(output), tape.slot_of), fed
 
     def _sites(self, tape: Tape, fed: Tensor) -> Iterator[ExpertsSite]:
         """Where experts may stand, the last sum first."""
@@ -262,5 +263,5 @@ def _plain(output: Any) -> Any:
 
 def _tensors(output: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    mapped(output, lambda value: found.append(value) if isinstance(value, Tensor) else None)
+    map_aggregate(output, lambda value: found.append(value) if isinstance(value, Tensor) else None)
     return found

@@ -83,7 +83,7 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._resting:
             return func(*args, **kwargs)
-        told = mapped((tuple(args), dict(kwargs)), self.slot_of)
+        told = map_aggregate((tuple(args), dict(kwargs)), self.slot_of)
         before = {slot: self.values[slot.index]._version for slot in slots_in(told)}
         self._look(func, told)
         result = func(*args, **kwargs)
@@ -153,15 +153,10 @@ class Tape(TorchFunctionMode):
         return self._slots[id(tensor)]
 
 
-def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Nested tuples, lists, dicts and slices with what `function` makes of everything else in them."""
-    return map_aggregate(value, function)
-
-
 def slots_in(value: Any) -> set[Slot]:
     """All slots in nested arguments."""
     found: set[Slot] = set()
-    mapped(value, lambda each: found.add(each) if isinstance(each, Slot) else None)
+    map_aggregate(value, lambda each: found.add(each) if isinstance(each, Slot) else None)
     return found
 
 
