@@ -70,6 +70,11 @@ class NoAttention:
     def forward_latent(self, *_: Any) -> None: ...
 
 
+def without_attention(batch: Batch, dtype: torch.dtype, recurrent: Recurrent | None = None) -> ForwardContext:
+    """Of a step in which no paged attention runs, over a pool without layers of this dtype."""
+    return ForwardContext(batch, KVPool((), 2, batch.page_size, dtype, batch.slots.device), NoAttention(), recurrent)
+
+
 class ForwardContext:
     """`with ForwardContext(batch, pool, backend):` one step of one pool. Enter it once, in the thread that runs the model.
 

@@ -19,8 +19,7 @@ from paged_attn.check import self_check
 from paged_attn.check.compare.suspects import Suspect
 from paged_attn.check.runs.steps import LONGEST
 from paged_attn.check.runs.truth import LOGITS
-from paged_attn.parallel.distributed_config import distributed_config
-from paged_attn.parallel.shard import shard
+from paged_attn.parallel.shard import distributed_config, shard
 from tests.two_ranks import GREEDY, PROMPTS, RANK, SETTINGS, cached_graphs, captured, error_of, main, read_in_shards, sharded, tokens_of
 from tests.zoo.build import build
 

@@ -4,5 +4,5 @@ In: a model. Out: context managers around its calls, and facts about its forward
 Change: arguments of forward: `call_signature.py`; evaluation mode, logits alone: `evaluating.py`; configs: `hf_configs.py`.
 Change: what a call may leave behind: `left_as_it_was.py`; the caller's modes: `plain_modes.py`; compiled calls: `uncompiled.py`.
 Change: another forward for a while: `replaced_forward.py`; transformers' own functions: `reference_functions.py`.
-Change: a model without its head: `body.py`; a call without paged attention: `no_attention.py`.
+Change: a model without its head: `body.py`.
 """

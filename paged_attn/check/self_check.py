@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.context import without_attention
 from paged_attn.calling.body import Body
-from paged_attn.calling.no_attention import without_attention
 from paged_attn.check.compare.against_model import check_against_model, check_rows
 from paged_attn.check.compare.diagnosis import refusal
 from paged_attn.check.compare.later_tokens import check_later_tokens

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.parallel.distributed_config import distributed_config
 from paged_attn.parallel.plan import EXPERT_PARALLEL, merged_rules, pattern_of
 
 
@@ -45,6 +44,20 @@ def shard(model: Any, device: torch.device | str | None = None, expert_parallel:
     module: nn.Module = model
     nn.Module.to(module, target)
     return model
+
+
+def distributed_config(ranks: int, expert_parallel: bool) -> Any:
+    """transformers' DistributedConfig for the plans of a model over all ranks: `tp_plan`, and with `expert_parallel` `ep_plan`, too.
+
+    Up to transformers 5.19 `ep_plan` then stands alone, and what it does not name is whole on all ranks.
+    """
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    if not expert_parallel:
+        return DistributedConfig(tp_plan="auto")
+    if "ep_size" in DistributedConfig.__dataclass_fields__:
+        return DistributedConfig(tp_size=ranks, ep_size=ranks)
+    return DistributedConfig(tp_size=ranks, enable_expert_parallel=True)
 
 
 def _refuse_uneven_experts(model: Any, size: int) -> None:

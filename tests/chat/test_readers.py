@@ -14,7 +14,7 @@ from paged_attn.chat.answers.answer_form import AnswerForm
 from paged_attn.chat.answers.reasoning import TAGS
 from paged_attn.chat.formats.choose import FORMATS
 from paged_attn.chat.formats.deepseek import CALL, SECTION, SEPARATOR
-from paged_attn.chat.formats.tagged.argument_values import argument_value
+from paged_attn.chat.formats.tagged import argument_value
 from paged_attn.chat.formats.tool_format import as_text
 from paged_attn.chat.parts import ChatMessage
 from paged_attn.chat.tools import checked_tools

@@ -24,10 +24,9 @@ from paged_attn.backends.attention.capabilities import DECODE_GRAPHS, Capabiliti
 from paged_attn.backends.attention.flashinfer.choose import PrefillChoice, cascade_pays, prefill_kernel
 from paged_attn.backends.attention.flashinfer.kinds import LN_2, RANK, ROTATED, Kind, PoolKinds, kind_for, kinds_of
 from paged_attn.backends.attention.flashinfer.launches import Cascade, LatentLaunch, Launch
-from paged_attn.backends.attention.flashinfer.package import import_flashinfer
 from paged_attn.backends.attention.flashinfer.planner import GraphBuffers, Planner
 from paged_attn.backends.attention.flashinfer.tables import Part, Tables, parts_of, prefix_tables, shared_pages, tables_of
-from paged_attn.backends.attention.flashinfer.wrappers import Slot, WrapperPool, announce
+from paged_attn.backends.attention.flashinfer.wrappers import Slot, WrapperPool, announce, import_flashinfer
 from paged_attn.backends.devices import architecture_of
 from paged_attn.backends.needs import FLASHINFER, HALF
 

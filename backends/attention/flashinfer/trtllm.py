@@ -5,8 +5,7 @@ from __future__ import annotations
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend, WorkspacePlan
-from paged_attn.backends.attention.flashinfer.package import import_flashinfer
-from paged_attn.backends.attention.flashinfer.wrappers import WrapperPool
+from paged_attn.backends.attention.flashinfer.wrappers import WrapperPool, import_flashinfer
 
 WORKSPACE = 128 << 20  # counters are in it (8 MiB of XQA's), which must be zero at first and are zero again after each launch
 

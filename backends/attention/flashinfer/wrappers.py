@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable
+from types import ModuleType
 from typing import Any
 
 import torch
+
+from paged_attn.backends.needs import FLASHINFER
 
 logger = logging.getLogger("paged_attn")
 
@@ -16,6 +20,20 @@ MIN_WORKSPACE = 128 << 20
 SLOTS = 3  # steps that the host may be ahead of the device before it waits
 SECONDS = {"decode": 25, "fa3": 94}  # to compile, measured on the H200 host
 _announced: set[tuple[str, tuple[str, ...]]] = set()
+
+
+def import_flashinfer(backend: str) -> ModuleType:
+    """FlashInfer's module.
+
+    Raises:
+        ImportError: it is not installed, or does not load; the message holds the install line.
+    """
+    try:
+        return importlib.import_module(FLASHINFER.module)
+    except ImportError as error:
+        raise ImportError(
+            f"backend {backend!r} needs {FLASHINFER.module} {FLASHINFER.version} or newer ({error}): {FLASHINFER.install}"
+        ) from error
 
 
 class Slot:

@@ -13,10 +13,7 @@ from paged_attn.chat.formats.kimi import KimiFormat
 from paged_attn.chat.formats.llama import LlamaFormat
 from paged_attn.chat.formats.mistral import MistralFormat, NamedMistralFormat
 from paged_attn.chat.formats.pythonic import PythonicFormat
-from paged_attn.chat.formats.tagged.glm import GlmFormat
-from paged_attn.chat.formats.tagged.minimax import MiniMaxFormat
-from paged_attn.chat.formats.tagged.qwen_coder import QwenCoderFormat, SeedFormat
-from paged_attn.chat.formats.tagged.tagged_format import TaggedFormat
+from paged_attn.chat.formats.tagged import GlmFormat, MiniMaxFormat, QwenCoderFormat, SeedFormat, TaggedFormat
 from paged_attn.chat.formats.tool_format import ToolFormat
 from paged_attn.chat.tools import Tool
 from paged_attn.shown import shown

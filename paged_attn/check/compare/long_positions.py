@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.context import without_attention
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.calling.no_attention import without_attention
 from paged_attn.check.runs.boundaries import Boundary
 from paged_attn.check.runs.served import Seen, Served, must_run
 from paged_attn.check.runs.steps import SHORTEST  # frequencies may change at any length

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
-from paged_attn.calling.no_attention import without_attention
+from paged_attn.attn_ops.context import without_attention
 from paged_attn.check.runs.boundaries import Boundaries, Boundary
 from paged_attn.check.runs.choices import ChosenRun, PerturbedRun
 from paged_attn.check.runs.served import AS_IT_IS, HowToRun, Original, must_run

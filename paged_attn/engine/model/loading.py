@@ -22,8 +22,8 @@ from paged_attn.engine.model.load_options import LoadOptions, checked_model_path
 from paged_attn.engine.model.task import Task, task_of
 from paged_attn.engine.model.whole_checkpoint import refuse_random_weights, what_is_broken
 from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults, embedding_defaults, has_modules
-from paged_attn.parallel.distributed_config import distributed_config
 from paged_attn.parallel.plan import plan_of
+from paged_attn.parallel.shard import distributed_config
 from paged_attn.parallel.torchrun import num_processes
 from paged_attn.progress import asked, bar
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, StateCheckpoint
 from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS, StepShape
+from paged_attn.attn_ops.context import without_attention
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.model_code import MODEL_ERRORS, model_code
@@ -21,7 +22,6 @@ from paged_attn.backends.devices import architecture_of, device_word
 from paged_attn.backends.scans.base import ScanProblem
 from paged_attn.backends.selection.scans import ScanSelection, scans_backend, select_scan
 from paged_attn.calling.evaluating import evaluating
-from paged_attn.calling.no_attention import without_attention
 from paged_attn.calling.reference_functions import forward_scopes
 from paged_attn.recurrent.as_ops.functions import FUNCTIONS, NoOpFits, layer_of_ops, ops_that_ran, replaced_functions
 from paged_attn.recurrent.layer import RecurrentLayer

@@ -13,8 +13,7 @@ from torch import nn
 from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.engine.tracing.experts_as_ops import kind_of
 from paged_attn.engine.tracing.experts_layout import MovableWeights, is_hooked
-from paged_attn.engine.tracing.looping.calls import BlockCall, calls_of
-from paged_attn.engine.tracing.looping.not_proved import NotProved
+from paged_attn.engine.tracing.looping.calls import BlockCall, NotProved, calls_of
 from paged_attn.engine.tracing.looping.prove import ProvedBlock, proved_block
 from paged_attn.engine.tracing.looping.stacked_pair import holds_one_stack, pair_within
 from paged_attn.hashing.code_files import made_of

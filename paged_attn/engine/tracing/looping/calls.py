@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.module_calls import LENGTHS, watch_calls
 
 _PLAIN = (bool, int, float, str)
+
+
+class NotProved(Exception):
+    """Something about a block of experts that is not known, in words that follow its name."""
 
 
 @dataclass(frozen=True)

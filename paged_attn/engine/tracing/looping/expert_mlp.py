@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
 from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, agrees, known_gates
 from paged_attn.engine.tracing.experts_layout import Operands
-from paged_attn.engine.tracing.looping.not_proved import NotProved
+from paged_attn.engine.tracing.looping.calls import NotProved
 from paged_attn.engine.tracing.looping.tape import Tape
 
 SIZES = (0.3, 1.0, 3.0, 10.0)  # of what the activation is given

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from paged_attn.attn_ops.ops.experts import EXPERTS
+from paged_attn.engine.tracing.looping.calls import NotProved
 from paged_attn.engine.tracing.looping.common_steps import Times
-from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.looping.tape import Slot, Step, Tape, slots_in
 
 OPERANDS = ("w1", "w2", "b1", "b2")

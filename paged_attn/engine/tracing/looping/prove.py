@@ -19,10 +19,9 @@ from paged_attn.backends.selection.experts import ExpertsSelection, select_exper
 from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, agrees
 from paged_attn.engine.tracing.experts_layout import Operands
-from paged_attn.engine.tracing.looping.calls import BlockCall
+from paged_attn.engine.tracing.looping.calls import BlockCall, NotProved
 from paged_attn.engine.tracing.looping.common_steps import TwoTapes
 from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP, expert_mlps
-from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.looping.probes import ROWS, given_tensors, logits_of
 from paged_attn.engine.tracing.looping.program import Evaluation, ExpertsSite, Program, program_of
 from paged_attn.engine.tracing.looping.stacked_pair import StackedPair, stacked_pairs

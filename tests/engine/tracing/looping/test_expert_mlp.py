@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
+from paged_attn.engine.tracing.looping.calls import NotProved
 from paged_attn.engine.tracing.looping.expert_mlp import expert_mlps
-from paged_attn.engine.tracing.looping.not_proved import NotProved
 from tests.engine.tracing.looping.blocks import HIDDEN, INNER, Fused, Gated, Plain
 
 KNOWN: dict[str, tuple[Any, tuple[tuple[str, ...], str], ExpertsSpec]] = {

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.specs.experts import Gating
+from paged_attn.engine.tracing.looping.calls import NotProved
 from paged_attn.engine.tracing.looping.common_steps import Times, TwoTapes
-from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.looping.program import ExpertsSite, program_of
 from paged_attn.engine.tracing.looping.prove import refuse_other_branches
 from paged_attn.engine.tracing.looping.tape import Slot, Tape, slots_in
