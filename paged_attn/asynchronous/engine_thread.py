@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from itertools import product
@@ -16,10 +16,11 @@ from paged_attn.asynchronous.errors import EngineDiedError, NotServingError, Ser
 from paged_attn.asynchronous.failed_steps import FailedSteps, hit_by_failed_step
 from paged_attn.asynchronous.job import Accepted, Job, Update
 from paged_attn.asynchronous.job_queue import JobQueue, WaitingJobs, made_room, waited_too_long
-from paged_attn.asynchronous.snapshot import EngineSnapshot, Observer
+from paged_attn.asynchronous.snapshot import EndedRequest, EngineSnapshot, Observer
 from paged_attn.asynchronous.status import Status, described, in_words
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.requests.outputs import TokenEvent
+from paged_attn.engine.requests.request import Request
 
 logger = logging.getLogger("paged_attn")
 ADDS_PER_TURN = 64  # so that a flood of requests does not hold up those that run
@@ -58,7 +59,7 @@ class EngineThread:
         self._stopping = False
         self._failed_steps = FailedSteps()
         self._owners: dict[str, tuple[Job, int]] = {}  # of the engine's requests, by id
-        self._started: set[str] = set()  # those with a first token
+        self._started: dict[str, float] = {}  # those with a first token, and when their last one came
         self._waiting = WaitingJobs(lambda request: self.engine is not None and self.engine.scheduler.waiting.is_new(request))
         self._thread = threading.Thread(target=self._run, name="paged-attn-engine", daemon=True)
 
@@ -247,10 +248,10 @@ class EngineThread:
         self._waiting.discard(job)
         for request in job.requests:
             if self._owners.pop(request.id, None) is not None:
-                self._started.discard(request.id)
+                self._started.pop(request.id, None)
                 engine.cancel(request.id)
                 if outcome is not None:
-                    self._observer.ended(outcome, time.perf_counter() - job.arrived)
+                    self._observer.ended(_ended(job, request, outcome, time.perf_counter()))
 
     def _fail(self, engine: Engine, jobs: Collection[Job], error: ServingError, outcome: str) -> list[tuple[Job, Update]]:
         for job in jobs:
@@ -273,7 +274,10 @@ class EngineThread:
         now = time.perf_counter()
         if engine.stats.steps > steps:  # else it only waited for the one before
             self._observer.step(now - started)
-        self._send(update for event in events if (update := self._update_of(event, now)) is not None)
+        gaps = Counter[float]()  # of most tokens of a step it is the same
+        self._send(update for event in events if (update := self._update_of(event, now, gaps)) is not None)
+        for gap, count in gaps.items():
+            self._observer.later_tokens(gap, count)
         self._end_lost(engine)
 
     def _end_lost(self, engine: Engine) -> None:
@@ -283,22 +287,25 @@ class EngineThread:
             lost = {job for job, index in self._owners.values() if job.requests[index].finish_reason is not None}
             self._send(self._fail(engine, lost, _step_failed("its last token was lost"), "error"))
 
-    def _update_of(self, event: TokenEvent, now: float) -> tuple[Job, Update] | None:
+    def _update_of(self, event: TokenEvent, now: float, gaps: Counter[float]) -> tuple[Job, Update] | None:
         owner = self._owners.get(event.request_id)
         if owner is None:
             return None
         job, index = owner
-        if event.token_id is not None and event.request_id not in self._started:
-            self._started.add(event.request_id)
-            self._waiting.discard(job)
-            self._observer.first_token(now - job.arrived)
-            if job.first_token_at is None:
-                job.first_token_at = now
+        if event.token_id is not None:
+            if (last := self._started.get(event.request_id)) is not None:
+                gaps[now - last] += 1
+            else:
+                self._waiting.discard(job)
+                self._observer.first_token(now - job.arrived)
+                if job.first_token_at is None:
+                    job.first_token_at = now
+            self._started[event.request_id] = now
         if event.finish_reason is not None:
             del self._owners[event.request_id]
-            self._started.discard(event.request_id)
+            self._started.pop(event.request_id, None)
             self._waiting.discard(job)
-            self._observer.ended(str(event.finish_reason), now - job.arrived)
+            self._observer.ended(_ended(job, job.requests[index], str(event.finish_reason), now))
         return job, (index, event)
 
     def _publish(self, engine: Engine, taken: Iterable[Job] = (), stepped: bool = False) -> None:
@@ -334,6 +341,11 @@ class EngineThread:
             except RuntimeError:  # the loop was closed: nobody is left to tell
                 with self._condition:
                     self._cancels += [job for job, _ in listed]
+
+
+def _ended(job: Job, request: Request, outcome: str, now: float) -> EndedRequest:
+    queued = None if request.began_at is None else request.began_at - job.arrived
+    return EndedRequest(outcome, now - job.arrived, queued, len(request.prompt_token_ids), request.num_sampled)
 
 
 def _step_failed(why: str) -> StepFailedError:

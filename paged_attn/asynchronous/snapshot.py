@@ -61,10 +61,28 @@ class EngineSnapshot:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class EndedRequest:
+    """What is told of a request at its end.
+
+    Attributes:
+        outcome: its finish reason, or why it was ended.
+        seconds: since it arrived; queue_seconds: of those, until its first step. None: it had none.
+        prompt_tokens, new_tokens: how many it had by then.
+    """
+
+    outcome: str
+    seconds: float
+    queue_seconds: float | None
+    prompt_tokens: int
+    new_tokens: int
+
+
 class Observer:
-    """Called on the engine's thread; this one does not care. Seconds are wall time; of requests since they arrived."""
+    """Called on the engine's thread; this one does not care. Seconds are wall time."""
 
     def step(self, seconds: float) -> None: ...
     def step_failed(self) -> None: ...
-    def first_token(self, seconds: float) -> None: ...
-    def ended(self, outcome: str, seconds: float) -> None: ...
+    def first_token(self, seconds: float) -> None: ...  # since the request arrived
+    def later_tokens(self, seconds: float, count: int) -> None: ...  # so many, each so long after the one before it in its request
+    def ended(self, request: EndedRequest) -> None: ...

@@ -13,6 +13,7 @@ from paged_attn.asynchronous.job import Prompt
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.chat.request import ChatRequest
 from paged_attn.engine.pooling.texts import pair_tokens
+from paged_attn.engine.requests.token_bytes import bytes_of_part
 from paged_attn.shown import shown
 
 T = TypeVar("T")
@@ -49,15 +50,16 @@ class Texts:
         self._pool.close()
 
     async def prompts(
-        self, given: Sequence[str | Sequence[int]], client: Hashable, add_special_tokens: bool = True, param: str = "prompt"
+        self, given: Sequence[str | Sequence[int]], client: Hashable, add_special_tokens: bool = True, param: str | Sequence[str] = "prompt"
     ) -> list[Prompt]:
-        """Texts and lists of token ids, as prompts; `param` is what errors call them.
+        """Texts and lists of token ids, as prompts; `param` is what errors call them, all or each.
 
         Raises:
             PromptError: a text that cannot be tokenized, or one that is longer than what can be served.
         """
-        length = sum(map(len, given))
-        return await self._in_thread(client, length, lambda own: [self._prompt(own, each, add_special_tokens, param) for each in given])
+        length, names = sum(map(len, given)), [param] * len(given) if isinstance(param, str) else param
+        each = list(zip(given, names, strict=True))
+        return await self._in_thread(client, length, lambda own: [self._prompt(own, one, add_special_tokens, name) for one, name in each])
 
     async def pairs(
         self, pairs: Sequence[tuple[str, str]], client: Hashable, *, params: tuple[str, str] = ("text_1", "text_2")
@@ -89,6 +91,13 @@ class Texts:
         if token_id not in self._token_texts:
             self._token_texts[token_id] = self._of_token(token_id)
         return self._token_texts[token_id]
+
+    def bytes_of_token(self, token_id: int) -> list[int] | None:
+        """The bytes of a token's text, or those that a part of a character is of; None where the tokenizer does not tell."""
+        text = self.of_token(token_id)
+        if text != f"token_id:{token_id}":
+            return list(text.encode())
+        return None if self.tokenizer is None else bytes_of_part(self.tokenizer, token_id)
 
     def of_tokens(self, token_ids: Sequence[int]) -> str:
         """Their text, special tokens included; "" without a tokenizer."""

@@ -69,7 +69,7 @@ def own_tokens(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -
     """New tokens of transformers' greedy `generate` for a left-padded batch (of one: no padding), each up to its end token."""
     model: Any = llm.engine.runner.model
     limits, longest = llm.engine.limits, max(map(len, prompts))
-    count = limits.allowed_new_tokens(longest, params.max_new_tokens)
+    count = llm.engine.input_processor.new_tokens(longest, params)
     if count == 0:
         return [[] for _ in prompts]
     end = frozenset() if params.ignore_eos else limits.eos_token_ids

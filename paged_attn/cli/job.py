@@ -107,8 +107,9 @@ def run_prompts(
     """Complete all prompts in one continuous batch; the last `late` of them arrive when the first token is out.
 
     Args:
+        params: for each prompt, which gets `n` answers.
         lora: the name of a loaded adapter.
-        on_event: called with the number of the prompt and each event, as it comes.
+        on_event: called with the number of the answer, those to the first prompt first, and each event, as it comes.
 
     Raises:
         ValueError: as `LLM.generate` does.
@@ -116,15 +117,21 @@ def run_prompts(
     """
     engine, ids = llm.engine, [_token_ids(llm, prompt) for prompt in prompts]
     requests: list[Request] = []
+    answers, begun = params.answers(), 0
     number: dict[str, int] = {}
     queued: dict[str, float] = {}
     waits: dict[str, float] = {}
 
     def add(count: int) -> None:
-        for tokens, prompt in list(zip(ids, prompts, strict=True))[len(requests) :][:count]:
-            request = engine.add_request(tokens, params, prompt=prompt if isinstance(prompt, str) else None, lora=lora)
-            number[request.id], queued[request.id] = len(requests), time.perf_counter()
-            requests.append(request)
+        nonlocal begun
+        for index in range(begun, begun + count):
+            prompt = prompts[index]
+            for answer, own in enumerate(answers):
+                request = engine.add_request(ids[index], own, prompt=prompt if isinstance(prompt, str) else None, lora=lora)
+                request.index, request.answer = index, answer
+                number[request.id], queued[request.id] = len(requests), time.perf_counter()
+                requests.append(request)
+        begun += count
 
     started, interrupted = time.perf_counter(), False
     try:
@@ -134,7 +141,7 @@ def run_prompts(
                 if event.token_id is not None:
                     waits.setdefault(event.request_id, time.perf_counter() - queued[event.request_id])
                 on_event(number[event.request_id], event)
-            if len(requests) < len(ids):
+            if begun < len(ids):
                 add(late)
     except KeyboardInterrupt:
         interrupted = True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paged_attn.engine.config import EngineConfig, parse_setting
 from paged_attn.engine.model.load_options import LoadOptions
 from paged_attn.engine.sampling_params import GUIDES, SamplingParams
-from paged_attn.engine.setting_names import GONE, NEW_NAMES, SAME_SETTING
+from paged_attn.engine.setting_names import GONE, NEW_NAMES, SAME_DTYPE, SAME_SETTING
 from paged_attn.parallel.torchrun import num_processes
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def add_run_options(parser: argparse.ArgumentParser, *, dtype: str, max_new_toke
     """Everything that `generate` and `demo` have in common."""
     _add_prompts(parser)
     add_sampling(parser, max_new_tokens)
+    parser.add_argument_group("answers").add_argument("-n", "--n", type=int, metavar="N", help="answers to each prompt (default: 1)")
     add_device_options(parser, dtype)
     output = parser.add_argument_group("output")
     output.add_argument("--stream", action="store_true", help="print text as it comes, prompt after prompt; with --json a line per token")
@@ -41,7 +42,8 @@ def add_run_options(parser: argparse.ArgumentParser, *, dtype: str, max_new_toke
 def add_device_options(parser: argparse.ArgumentParser, dtype: str) -> None:
     """Where a model runs, and in which dtype."""
     model_group = parser.add_argument_group("model")
-    model_group.add_argument("--dtype", choices=DTYPES, default=dtype, help="auto is the checkpoint's own (default: %(default)s)")
+    what = "auto is the checkpoint's own; half, float, bf16, fp16 and fp32 are taken, too (default: %(default)s)"
+    model_group.add_argument("--dtype", type=lambda text: SAME_DTYPE.get(text, text), choices=DTYPES, default=dtype, help=what)
     model_group.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
 
 
@@ -179,6 +181,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         raise ValueError("--check compares with generate(), which has no frequency and presence penalties; leave them or --check out")
     if args.check and (guide := next((name for name in GUIDES if getattr(args, name) is not None), None)):
         raise ValueError(f"--check compares with generate(), which has no --{guide.replace('_', '-')}; leave it or --check out")
+    if args.check and (args.n or 1) > 1:
+        raise ValueError(f"--check compares one greedy answer to each prompt, and -n asks for {args.n}; leave one of them out")
     if args.check and args.bad_words:
         raise ValueError("--check compares with generate(), which is not given --bad-words; leave it or --check out")
     stated = {setting.name: value for setting in fields(SamplingParams) if (value := getattr(args, setting.name, None)) is not None}

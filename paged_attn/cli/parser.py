@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.error(no_such(unknown, [flag for flag, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]))
         if self.needs_model and not parsed.model:
-            self.error(f"no model; give MODEL: {MODEL}")
+            self.error(f"no model; give MODEL first: {MODEL}")
         return parsed, unknown
 
 

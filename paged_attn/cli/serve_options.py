@@ -43,7 +43,10 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
     add("--host", default=DEFAULTS["host"], help="address to listen on; 0.0.0.0 is every one of IPv4 (default: %(default)s)")
     add("--port", type=int, default=DEFAULTS["port"], help="0 takes a free one (default: %(default)s)")
-    add("--served-model-name", metavar="NAME", help="what clients call the model (default: the hub id, or the directory's name)")
+    add(
+        "--served-model-name", nargs="+", action="extend", metavar="NAME",
+        help="what clients call the model; of several names answers have the first (default: the hub id, or the directory's name)",
+    )  # fmt: skip
     add(
         "--api-key", action="append", default=[], metavar="KEY",
         help=f"opens /v1; may be given many times; without any, /v1 is open. {API_KEY_VARIABLE} is one more, and not shown by ps",
@@ -88,7 +91,8 @@ def server_settings(args: argparse.Namespace, model_name: str) -> ServerSettings
         "host", "port", "share_prefixes", "allow_priority", "lora_folder", "tool_parser", "reasoning_parser", "otlp_endpoint",
         *(_dest(flag) for flag, *_ in LIMITS),
     ]  # fmt: skip
+    names = model_name if args.served_model_name is None else tuple(args.served_model_name)
     return ServerSettings(
-        args.served_model_name or model_name, api_keys=tuple(keys), allow_origins=tuple(args.allow_origin),
+        names, api_keys=tuple(keys), allow_origins=tuple(args.allow_origin),
         allow_hosts=tuple(args.allow_host), log_requests=not args.no_log_requests, **{name: getattr(args, name) for name in same},
     )  # fmt: skip

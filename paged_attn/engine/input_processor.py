@@ -54,6 +54,11 @@ class InputProcessor:
         tokens, limit = self.max_request_pages * self.page_size, self.limits.max_positions
         return min(each for each in (tokens, limit, self.whole_tokens) if each is not None)
 
+    def new_tokens(self, prompt: int, params: SamplingParams) -> int:
+        """How many may follow a prompt of so many tokens; without a limit at least 1, so that a prompt that is too long is refused."""
+        wanted = max(self.room - prompt + 1, 1) if params.max_new_tokens is None else params.max_new_tokens
+        return self.limits.allowed_new_tokens(prompt, wanted)
+
     def make(
         self,
         prompt_token_ids: Sequence[int],
@@ -82,14 +87,14 @@ class InputProcessor:
         params = params.over(self.defaults)
         if params.n != 1:
             raise ValueError(f"n: got {params.n}; allowed: 1 for a request of the engine; LLM.generate makes one for each of n answers")
-        only_scores = params.prompt_logprobs is not None and not params.max_new_tokens
+        only_scores = params.prompt_logprobs is not None and params.max_new_tokens == 0
         ids = self.limits.checked_prompt(prompt_token_ids, more=int(only_scores))
         tokens = list(ids)
         if only_scores and len(ids) > 1 and not self.limits.ends_a_side(len(ids) - 1):
             tokens.pop()  # nothing follows from the last one, unless the request is a long one for it
         if pooled is not None:
             tokens = self._with_types(ids, pooled.params.token_types)
-        max_new = self.limits.allowed_new_tokens(len(ids), params.max_new_tokens)
+        max_new = self.new_tokens(len(ids), params)
         self._check_fits(len(tokens), max_new)
         stop = _union(params.stop_token_ids, frozenset() if params.ignore_eos else self.limits.eos_token_ids)
         self.limits.check_biases(params.biases)

@@ -123,7 +123,8 @@ class OutputProcessor:
         if detokenizer.stopped is not None:
             reason, request.stop_reason = FinishReason.STOP, detokenizer.stopped
         elif token_id in request.stop_token_ids:
-            reason, request.stop_reason = FinishReason.STOP, token_id
+            reason = FinishReason.STOP
+            request.stop_reason = token_id if token_id in request.params.stop_token_ids else None
         elif request.sampling.guide is not None and not request.sampling.guide.goes_on_after(token_id):
             reason = FinishReason.STOP
         elif request.num_sampled >= request.max_new_tokens:

@@ -24,6 +24,7 @@ GUIDES = ("json_schema", "regex", "grammar")
 MAX_GUIDE_BYTES = 256 << 10
 MIN_TEMPERATURE = 1e-6  # below this float32 logits / temperature may overflow
 SEED_LIMIT = 2**64
+NEW_TOKENS = "0 asks for no new token, None for as many as there is room for"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class SamplingParams:
     `LLM.default_params`), and as below where that says nothing: greedy decoding.
 
     Attributes:
-        max_new_tokens: at most so many new tokens; 0 means none, with finish_reason "length"; the prompt is scored if that is asked for.
+        max_new_tokens: at most so many new tokens; None means as many as model and pool have room for (max_model_len); 0 means none, with
+            finish_reason "length"; the prompt is scored if that is asked for.
         min_tokens: end tokens and `stop_token_ids` may not come, and `stop` is not looked for, before there are so many new tokens.
         n: how many answers to the prompt; with a seed, answer i has the seed plus i.
         temperature: 0 is greedy; else logits are divided by it.
@@ -44,7 +46,7 @@ class SamplingParams:
         presence_penalty: taken from the logit of every token that the output has.
         logits_processors: functions of (input_ids [1, T] int64, scores [1, V] float32) that return scores, such as those of transformers;
             called after the penalties with all tokens so far. They need the host, so that steps do not overlap while one is in use.
-        seed: None draws from entropy. A request's tokens depend on it, and on nothing else in the batch.
+        seed: None or -1 draws from entropy. A request's tokens depend on it, and on nothing else in the batch.
         stop_token_ids: a new token among these ends the request.
         stop: text that ends the request; a single str is taken as one stop string.
         include_stop_str_in_output: the text ends after the stop string, and not before it.
@@ -71,7 +73,7 @@ class SamplingParams:
     at `max_new_tokens` it need not be whole. Like logits processors they need the host.
     """
 
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = 128
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -99,7 +101,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
-            "max_new_tokens": _whole("max_new_tokens", self.max_new_tokens, "0 asks for no new token"),
+            "max_new_tokens": None if self.max_new_tokens is None else _whole("max_new_tokens", self.max_new_tokens, NEW_TOKENS),
             "min_tokens": _whole("min_tokens", self.min_tokens, "0 lets a request end at once"),
             "n": _count(self.n),
             "temperature": _temperature(self.temperature),
@@ -114,7 +116,7 @@ class SamplingParams:
             "logit_bias": _biases(self.logit_bias),
             "bad_words": _bad_words(self.bad_words),
             "logits_processors": _processors(self.logits_processors),
-            "seed": None if self.seed is None else _seed(self.seed),
+            "seed": None if self.seed is None or self.seed == -1 else _seed(self.seed),
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),
             "stop": _stop_strings(self.stop),
             "logprobs": _whole_or_none("logprobs", self.logprobs),
@@ -128,7 +130,7 @@ class SamplingParams:
         for name, value in checked.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen
         self._check_guide()
-        if self.min_tokens > self.max_new_tokens:
+        if self.max_new_tokens is not None and self.min_tokens > self.max_new_tokens:
             raise ValueError(f"min_tokens: got {self.min_tokens}; allowed: at most max_new_tokens, which is {self.max_new_tokens}")
 
     @property
@@ -337,7 +339,7 @@ def _temperature(value: object) -> float:
 
 
 def _seed(value: object) -> int:
-    seed = _whole("seed", value, "None draws a seed from entropy")
+    seed = _whole("seed", value, "None or -1 draws a seed from entropy")
     if seed >= SEED_LIMIT:
         raise ValueError(f"seed: got {shown(seed)}; allowed: 0 <= seed < 2**64; reduce it modulo 2**64")
     return seed

@@ -27,6 +27,8 @@ SAME_SETTING = {
     "max_running_requests": "max_requests", "max_num_batched_tokens": "max_batch_tokens", "enable_prefix_caching": "prefix_cache",
     "attention_backend": "backend", "mamba_ssm_cache_dtype": "state_dtype",
 }  # fmt: skip
+# Values of `dtype`.
+SAME_DTYPE = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 # What has no setting of that meaning: what to do instead.
 OTHER_SETTING = {
     "gpu_memory_utilization": "kv_memory_gib says how many GiB KV may take; by default it is 80 % of what weights and graphs leave free",

@@ -23,7 +23,7 @@ class ServerSettings:
     """Settings of a server, checked on construction. None turns a limit off.
 
     Attributes:
-        model_name: the name of the model; requests may give it, or that of an adapter.
+        model_name: the name of the model, or several; requests may give any of them, or that of an adapter. Answers have the first.
         host, port: where to listen; port 0 takes a free one.
         api_keys: any of them opens /v1; none: /v1 is open. /health and /metrics always are. Each is a tenant of its own; on an open
             server each address is.
@@ -50,7 +50,7 @@ class ServerSettings:
         ValueError: a value out of range, named.
     """
 
-    model_name: str
+    model_name: str | tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
@@ -76,8 +76,18 @@ class ServerSettings:
     log_requests: bool = False
     otlp_endpoint: str | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the model, each once."""
+        return tuple(dict.fromkeys((self.model_name,) if isinstance(self.model_name, str) else self.model_name))
+
+    @property
+    def first_name(self) -> str:
+        """What answers call the model."""
+        return self.names[0]
+
     def __post_init__(self) -> None:
-        if not self.model_name:
+        if not self.names or not all(self.names):
             raise ValueError("model_name is empty; clients name the model by it")
         if self.lora_folder is not None and not Path(self.lora_folder).is_dir():
             raise ValueError(f"lora_folder is {self.lora_folder!r}, which is no folder; give the one that adapters may be loaded from")

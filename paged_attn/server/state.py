@@ -30,7 +30,7 @@ class ServerState:
         self.calls, self.bodies = Calls(), OpenBodies()
         self.log = LineWriter(sys.stdout) if settings.log_requests else None
         if tracing is None and settings.otlp_endpoint is not None:
-            tracing = Tracing.to(settings.otlp_endpoint, settings.model_name)
+            tracing = Tracing.to(settings.otlp_endpoint, settings.first_name)
         self.tracing = tracing
         self.metrics = ServerMetrics(lambda: self.llm.thread.snapshot, lambda: self.llm.thread.status is Status.READY, settings.max_queue)
         self.llm = AsyncLLM.of_engine(

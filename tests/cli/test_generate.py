@@ -13,6 +13,7 @@ import torch
 from paged_attn.cli import check as check_module
 from paged_attn.cli.main import main
 from paged_attn.engine.engine import Engine
+from paged_attn.engine.model.loading import checked_dtype
 from paged_attn.engine.requests.outputs import TokenEvent
 from tests.engine.lora.adapters import Adapters, base
 
@@ -56,7 +57,7 @@ def test_ctrl_c_prints_what_there_is(
     interrupt_after(monkeypatch, 3)
     assert generate(model_folder, "--prompt", goes_on, "--ignore-eos", *flags) == 130
     out, err = capsys.readouterr()
-    assert "1 of 1 prompts cut off" in err and err.endswith("interrupted\n")
+    assert "1 of 1 answers cut off" in err and err.endswith("interrupted\n")
     if flags:
         (completion,) = json.loads(out)["completions"]
         assert completion["finish_reason"] == "cancelled" and 0 < len(completion["token_ids"]) < 6
@@ -161,3 +162,36 @@ def test_an_adapter_generates_as_peft_does(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out.strip() == ",".join(map(str, own.generate(None, [5, 6, 7, 8], 6)))
     assert generate(tmp_path / "model", *flags, "--lora", own.folders["a"], "--check") == 2
     assert "--check compares with the unmodified model, and --lora changes it" in capsys.readouterr().err
+
+
+def test_several_answers_to_each_prompt(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--prompt", "It was", "--prompt", "She", "--temperature", "1", "--seed", "3", "--ignore-eos")
+    assert generate(model_folder, *flags, "-n", "2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    several = {(each["index"], each["answer"]): each["text"] for each in found["completions"]}
+    assert list(several) == [(0, 0), (0, 1), (1, 0), (1, 1)] and several[0, 0] != several[0, 1]
+    assert found["numbers"]["new_tokens"] == 4 * 6 and found["numbers"]["prompt_tokens"] == len("It was") + len("She")
+    assert generate(model_folder, *flags, "--json") == 0
+    assert [each["text"] for each in json.loads(capsys.readouterr().out)["completions"]] == [several[0, 0], several[1, 0]]
+    assert generate(model_folder, *flags, "-n", "2", "--stream", "--json") == 0
+    *events, _ = map(json.loads, capsys.readouterr().out.splitlines())
+    streamed = {key: "".join(e["text"] for e in events if (e["index"], e["answer"]) == key) for key in several}
+    assert streamed == several
+    assert generate(model_folder, *flags, "-n", "2", "--stream") == 0
+    shown = capsys.readouterr().out
+    assert all(f"[{number}] {prompt}\n" in shown for number, prompt in enumerate(("It was", "It was", "She", "She"), 1))
+    assert all(text in shown for text in several.values())
+    assert generate(model_folder, "--prompt", "It was", "-n", "2", "--check") == 2
+    assert "--check compares one greedy answer to each prompt, and -n asks for 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("word", "dtype"), [("half", "float16"), ("bf16", "bfloat16"), ("float", "float32")])
+def test_types_have_the_names_that_they_have_elsewhere(
+    word: str, dtype: str, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(model_folder, "--prompt", "It was", "--dtype", word) == 0
+    assert f"Qwen3ForCausalLM in {dtype} on cpu" in capsys.readouterr().err
+    assert checked_dtype(word) == checked_dtype(f"torch.{word}") == getattr(torch, dtype), "of LLM(dtype=...), too"
+    with pytest.raises(SystemExit):
+        generate(model_folder, "--prompt", "It was", "--dtype", "int8")
+    assert "argument --dtype: invalid choice: 'int8' (choose from" in capsys.readouterr().err

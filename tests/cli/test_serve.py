@@ -163,6 +163,17 @@ def test_the_models_name_is_the_hub_id_or_the_folders(tmp_path: Path) -> None:
     assert serve.model_name(f"{tmp_path}/mine/") == "mine"
 
 
+@pytest.mark.parametrize(
+    "flags", [["--served-model-name", "a", "b"], ["--served-model-name", "a", "--port", "0", "--served-model-name", "b"]], ids=" ".join
+)
+def test_a_model_may_have_several_names(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    args = build_parser().parse_args(["serve", "model", *flags])
+    settings = server_settings(args, "model")
+    assert settings.names == ("a", "b") and settings.first_name == "a" and args.model == "model"
+    assert main(["serve", "model", *flags, "--lora", "b=folder"]) == 2
+    assert "--lora b=...: that is the name of the model itself" in capsys.readouterr().err
+
+
 def test_every_engine_setting_is_a_flag_of_serve() -> None:
     args = build_parser().parse_args(["serve", "--model", "x", "--max-requests", "3", "--no-prefix-cache"])
     assert (args.engine_max_requests, args.engine_prefix_cache) == ("3", "off")

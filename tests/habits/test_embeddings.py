@@ -106,6 +106,19 @@ def test_rerank_by_embeddings(server: Running, body: Any) -> None:
     assert answer["results"][0]["document"] == {"text": TEXTS[order[0]]}
 
 
+def test_errors_of_scores_name_the_side_as_the_request_did(server: Running) -> None:
+    bad = r'"\ud800"'
+    for sides, param in ((f'"text_1": {bad}, "text_2": "a"', "text_1"), (f'"text_1": "a", "text_2": ["b", "a", {bad}]', "text_2")):
+        refused = server.http.post("/v1/score", content=f"{{{sides}}}".encode(), headers=JSON)
+        assert refused.json()["error"]["param"] == param and f"{param} holds half of a surrogate pair" in refused.text
+    refused = server.http.post("/v1/rerank", content=f'{{"query": "a", "documents": ["b", {bad}]}}'.encode(), headers=JSON)
+    assert refused.json()["error"]["param"] == "documents" and "documents holds half of a surrogate pair" in refused.text
+    for body, param in (({"text_1": 3, "text_2": "a"}, "text_1"), ({"text_1": "a", "text_2": []}, "text_2")):
+        refused = server.http.post("/v1/score", json=body)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+        assert f"{param}: got {body[param]}; allowed: a text, or a list of texts" in refused.text
+
+
 @pytest.fixture(scope="module")
 def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """BERT with one label, which tells the two texts apart by their token types."""
@@ -138,11 +151,14 @@ def test_a_cross_encoder_scores_and_ranks(cross_encoder: Path) -> None:
             results = running.http.post("/v1/rerank", json={"query": "She had", "documents": documents}).json()["results"]
             assert [each["relevance_score"] for each in results] == pytest.approx(sorted(expected, reverse=True), abs=1e-5)
             refused = running.http.post("/v1/score", json={"text_1": ["a", "b"], "text_2": ["c", "d", "e"]})
-            assert refused.status_code == 400 and "score got 2 and 3 texts" in refused.json()["error"]["message"]
+            assert (
+                refused.status_code == 400
+                and "text_2: got 3 texts beside 2 of text_1; allowed: as many" in refused.json()["error"]["message"]
+            )
             refused = running.http.post("/v1/score", content=b'{"text_1": "a", "text_2": "\\ud800"}', headers=JSON)
             assert refused.json()["error"]["param"] == "text_2" and "text_2 holds half of a surrogate pair" in refused.text
             refused = running.http.post("/v1/score", json={"text_1": [], "text_2": "b"})
-            assert "score: got [] as the first side; allowed: a text, or a list of texts" in refused.text
+            assert "text_1: got []; allowed: a text, or a list of texts" in refused.text and refused.json()["error"]["param"] == "text_1"
             refused = running.http.post("/v1/rerank", json={"query": "", "documents": "b"})
             assert "documents: got 'b'; allowed: a list of texts" in refused.text
             refused = running.http.post("/v1/rerank", json={"query": "a", "documents": [{"text": "b", "title": "c"}]})

@@ -188,3 +188,29 @@ def test_nothing_waits_for_the_device() -> None:
     llm.engine.step()
     assert request.num_pending == 1 and not request.params.needs_host
     assert torch.is_tensor(llm.engine.sampler._last)
+
+
+@BOTH
+def test_without_a_limit_an_answer_goes_on_to_max_model_len(overlap: bool) -> None:
+    llm = make_llm(overlap=overlap, max_model_len=50)
+    for prompt, got in zip(PROMPTS, llm.generate(PROMPTS, SamplingParams(max_tokens=None)), strict=True):
+        assert got.token_ids == oracle(prompt, 51 - len(prompt)) and got.finish_reason == "length"
+    (ended,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=None, stop_token_ids=[oracle(PROMPTS[0])[2]]))
+    assert ended.finish_reason == "stop" and len(ended.token_ids) <= 3
+    with pytest.raises(ValueError, match="the prompt has 51 tokens, but max_model_len is 50"):
+        llm.generate([[5] * 51], SamplingParams(max_tokens=None))
+    assert_nothing_left(llm)
+
+
+def test_without_a_limit_an_answer_may_fill_the_pool() -> None:
+    llm = make_llm(num_pages=9)
+    (got,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=None))
+    assert got.token_ids == oracle(PROMPTS[0], llm.engine.input_processor.room - len(PROMPTS[0]) + 1) and got.finish_reason == "length"
+    with pytest.raises(ValueError, match="can never fit"):
+        llm.generate([[5] * 60], SamplingParams(max_tokens=None))
+    assert_nothing_left(llm)
+
+
+def test_a_limit_that_is_stated_as_none_goes_before_the_checkpoints() -> None:
+    defaults = SamplingParams(max_new_tokens=3)
+    assert SamplingParams(max_tokens=None).over(defaults).max_new_tokens is None and SamplingParams().over(defaults).max_new_tokens == 3

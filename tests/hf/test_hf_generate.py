@@ -326,6 +326,10 @@ def test_an_assistant_is_refused_and_a_bare_call() -> None:
         paged_attn.generate(model, prompts()["input_ids"], None, None, None)
     with pytest.raises(TypeError, match=r"for prompts alone there is paged_attn.LLM"):
         paged_attn.generate(model, ["Hello"])  # type: ignore[arg-type]
+    misused: Any = ((("Hello",), {"max_tokens": 3}), ((["Hello"], paged_attn.SamplingParams()), {}), ((), {"prompts": "Hello"}), ((), {}))
+    for given, settings in misused:
+        with pytest.raises(TypeError, match=r"paged_attn.generate is for transformers: .* paged_attn.LLM\(model"):
+            paged_attn.generate(*given, **settings)
     with pytest.raises(TypeError, match=r"generate_with\(\.\.\.\), with its brackets"):
         model.generate(**prompts((0,)), custom_generate=paged_attn.generate_with)
     assert paged_attn.engine_of("no model") is None  # type: ignore[arg-type]

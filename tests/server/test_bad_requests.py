@@ -39,7 +39,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_k": -2}, "top_k", "top_k: got -2"),
     ({"min_p": 2}, "min_p", "min_p: got 2.0"),
     ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty: got 0.0"),
-    ({"seed": -1}, "seed", "seed: got -1"),
+    ({"seed": -2}, "seed", "seed: got -2; allowed: an int >= 0; None or -1 draws a seed from entropy"),
     ({"seed": 2**64}, "seed", "reduce it modulo 2**64"),
     ({"stop": ""}, "stop", "stop: got an empty string"),
     ({"stop": ["a"] * 65}, "stop", "stop: got 65 strings; allowed: at most 64"),
@@ -53,16 +53,30 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"echo": True, "logprobs": 21}, "logprobs", "logprobs: got 21; allowed: 0 to 20"),
     ({"echo": 1}, "echo", "echo: Input should be a valid boolean"),
     ({"prompt_logprobs": -1}, "prompt_logprobs", "prompt_logprobs: got -1; allowed: 0 to 20"),
-    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "prompt_logprobs: allowed only without stream; a stream has echo"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "prompt_logprobs: allowed only without stream, where completions"),
     ({"frequency_penalty": 2.5}, "frequency_penalty", "frequency_penalty: got 2.5; allowed: -2.0 to 2.0"),
     ({"presence_penalty": float("nan")}, "presence_penalty", "presence_penalty: got nan"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "is not supported; only chats have it"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "its field json_schema is missing"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "allowed only with stream=true"),
     ({"bad_words": ["a", "\ud800"]}, "bad_words", "which holds half of a surrogate pair; allowed: text"),
     ({"best": 1}, "best", "unknown field 'best'"),
     ({"max_token": 1}, "max_token", "unknown field 'max_token'; did you mean 'max_tokens'?"),
-    ({"guided_json": {}}, "guided_json", "unknown field 'guided_json'; use json_schema"),
-    ({"guided_choice": ["a"]}, "guided_choice", "unknown field 'guided_choice'; use regex"),
+    ({"structured_outputs": {}}, "structured_outputs", "got none of them; allowed: one of json, regex, choice"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "structured_outputs", "got regex, choice; allowed: one of json"),
+    ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex", "got one beside structured_outputs, which is its newer"),
+    ({"structured_outputs": {"json": "[1"}}, "structured_outputs", "structured_outputs.json: Expecting ',' delimiter"),
+    ({"structured_outputs": {"json": "[" * 200_000}}, "structured_outputs", "structured_outputs.json: "),
+    ({"structured_outputs": {"json": "[1]"}}, "structured_outputs", "structured_outputs.json: got [1]; allowed: a JSON object"),
+    ({"structured_outputs": {"regex": "a"}, "regex": "a"}, "structured_outputs", "got one beside regex; give one of them"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least 1 item"),
+    ({"structured_outputs": {"choice": ["a"], "disable_any_whitespace": True}}, "structured_outputs", "Input should be False"),
+    ({"structured_outputs": {"structural_tag": "a"}}, "structural_tag", "unknown field 'structural_tag'"),
+    ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "there is one: llguidance; leave it out"),
+    ({"request_id": "a"}, "request_id", "send the header x-request-id"),
+    ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens", "is as the tokenizer decodes it"),
+    ({"length_penalty": 2}, "length_penalty", "there is no beam search"),
+    ({"allowed_token_ids": [4]}, "allowed_token_ids", "a regex or grammar of what may come"),
+    ({"truncate_prompt_tokens": 4}, "truncate_prompt_tokens", "refused, and never cut"),
     ({"x" * 65: 1}, "x" * 65, "this server does not support it"),
 ]  # fmt: skip
 
@@ -128,7 +142,7 @@ def test_a_body_that_is_no_json_object_gets_400(running: Running, body: bytes, w
 
 
 def test_a_field_that_is_null_is_not_given_whatever_its_name(running: Running) -> None:
-    body = {"model": MODEL, "prompt": "a", "max_tokens": 1, "guided_json": None, "nobody_knows_it": None}
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 1, "guided_json": None, "structured_outputs": None, "nobody_knows_it": None}
     assert running.http.post("/v1/completions", json=body).status_code == 200
 
 

@@ -6,10 +6,15 @@ import math
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
+from paged_attn.engine.requests.token_bytes import byte_of
 from tests.engine.models import make_engine, make_llm, oracle, tokenizer
 from tests.server.serving import MODEL, Running, chat_tokenizer, serving
+from tests.tiny_models import build
 
 MESSAGES: list[Any] = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hello"}]
 PROMPT = "system> Be kind; user> Hello; assistant>"
@@ -67,6 +72,30 @@ def test_logprobs_hold_text_bytes_and_the_likeliest(running: Running, stream: bo
     for token in tokens:
         assert token.bytes == list(token.token.encode()) and len(token.top_logprobs) == 2
         assert token.logprob == token.top_logprobs[0].logprob > token.top_logprobs[1].logprob > -math.inf
+
+
+def test_the_prompt_of_a_chat_is_scored_as_that_of_a_completion(running: Running) -> None:
+    got = chat(running, max_tokens=2, n=2, extra_body={"prompt_logprobs": 1})
+    same = running.http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1, "prompt_logprobs": 1}).json()["choices"][0]
+    assert got.prompt_logprobs == same["prompt_logprobs"] and got.prompt_logprobs[0] is None
+    assert len(got.prompt_logprobs) == got.usage.prompt_tokens and not hasattr(chat(running, max_tokens=1), "prompt_logprobs")
+    refused = running.http.post("/v1/chat/completions", json={"messages": MESSAGES, "stream": True, "prompt_logprobs": 1})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_parts_of_characters_have_their_bytes(stream: bool) -> None:
+    own = Tokenizer(BPE(vocab={character: byte for character, byte in byte_of().items()}, merges=[]))
+    own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    speaks = PreTrainedTokenizerFast(tokenizer_object=own, chat_template="{{ messages[0].content }}")
+    text = "é東🙂"
+    with serving(lambda: make_engine(build("qwen3", vocab_size=256), speaks)) as running:
+        asked: Any = {"max_tokens": 20, "logprobs": True, "top_logprobs": 1, "stream": stream, "extra_body": {"regex": text}}
+        got = chat(running, [{"role": "user", "content": "Hi"}], **asked)
+        choices = [choice for chunk in got for choice in chunk.choices] if stream else got.choices
+        tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    assert bytes(byte for token in tokens for byte in token.bytes).decode() == text
+    assert {token.token for token in tokens} == {f"token_id:{byte}" for byte in text.encode()}
 
 
 def test_the_template_alone_says_which_special_tokens_there_are() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import openai
 import pytest
 
 from paged_attn import SamplingParams
 from paged_attn.engine.requests.outputs import Completion
-from tests.engine.models import make_llm, oracle, random_prompts, tokenizer
-from tests.server.serving import MODEL, Running
+from tests.engine.models import make_engine, make_llm, oracle, random_prompts, tiny, tokenizer
+from tests.server.serving import MODEL, Running, chat_tokenizer, serving
 
 TEXT = "It was a dark night"
 
@@ -154,7 +156,80 @@ def test_a_request_ends_at_the_models_last_position(running: Running) -> None:
 
 def test_fields_that_ask_for_nothing_are_let_through(running: Running) -> None:
     neutral = {"n": 1, "best_of": 1, "echo": False, "suffix": None, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}}
-    assert complete(running, TEXT, max_tokens=1, user="me", **neutral).choices[0].token_ids == oracle(tokenizer()(TEXT).input_ids, 1)
+    of_vllm = {
+        "use_beam_search": False, "length_penalty": 1.0, "spaces_between_special_tokens": True, "seed": -1, "add_special_tokens": True,
+        "truncate_prompt_tokens": None, "allowed_token_ids": None, "response_format": {"type": "text"},
+    }  # fmt: skip
+    got = complete(running, TEXT, max_tokens=1, user="me", extra_body=of_vllm, **neutral).choices[0].token_ids
+    assert got == oracle(tokenizer()(TEXT).input_ids, 1)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"structured_outputs": {"regex": "a{3}"}}, {"structured_outputs": {"choice": ["aaa"]}}, {"guided_choice": ["aaa"]},
+        {"structured_outputs": {"grammar": 'start: "aaa"', "disable_any_whitespace": False}}, {"guided_regex": "aaa"},
+        {"structured_outputs": {"choice": ["a(.*)|b?\\"]}}, {"structured_outputs": {"choice": ["a b", "a b"]}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_an_answer_follows_has_vllms_names_too(running: Running, asked: dict[str, Any]) -> None:
+    choice = complete(running, TEXT, max_tokens=20, extra_body=asked).choices[0]
+    wanted = asked.get("structured_outputs", {}).get("choice", ["aaa"])[0]
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == (wanted, "stop", None)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "one", "schema": {"const": 7}}}},
+        {"structured_outputs": {"json": {"const": 7}}}, {"structured_outputs": {"json": '{"const": 7}'}}, {"guided_json": {"const": 7}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_schemas_under_each_of_their_names(running: Running, asked: dict[str, Any]) -> None:
+    assert complete(running, TEXT, max_tokens=20, extra_body=asked).choices[0].text == "7"
+
+
+def test_tokens_may_be_called_by_their_ids(running: Running) -> None:
+    got = complete(running, TEXT, max_tokens=3, logprobs=2, echo=True, extra_body={"return_tokens_as_token_ids": True}).choices[0]
+    assert got.logprobs.tokens == [f"token_id:{token}" for token in [*got.prompt_token_ids, *got.token_ids]]
+    assert all(name.startswith("token_id:") for likely in got.logprobs.top_logprobs[1:] for name in likely)
+    assert got.logprobs.text_offset == list(range(len(TEXT) + 3)), "one character per token, whatever they are called"
+
+
+def test_an_end_token_is_no_stop_reason_and_one_that_was_asked_for_is() -> None:
+    ids = tokenizer()(TEXT).input_ids
+    end = oracle(ids, 6)[3]
+    model = copy.deepcopy(tiny())
+    model.generation_config.eos_token_id = end
+    with serving(lambda: make_engine(model, chat_tokenizer())) as own:
+        for asked, wanted in (({}, None), ({"stop_token_ids": [end]}, end), ({"stop_token_ids": [end], "ignore_eos": True}, end)):
+            for stream in (False, True):
+                got = complete(own, TEXT, stream=stream, extra_body=asked)
+                last = [choice for chunk in got for choice in chunk.choices][-1] if stream else got.choices[0]
+                assert (last.finish_reason, last.stop_reason) == ("stop", wanted)
+
+
+def test_every_event_has_the_usage_up_to_it_if_asked(running: Running) -> None:
+    chunks = list(complete(running, [TEXT, "She"], stream=True, max_tokens=4, stream_options={"continuous_usage_stats": True}))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == [*range(1, 9), 8] and chunks[-1].choices == []
+    assert {chunk.usage.total_tokens - chunk.usage.completion_tokens for chunk in chunks} == {len(TEXT) + len("She")}
+    both = {"include_usage": False, "continuous_usage_stats": True}
+    reply = running.http.post("/v1/completions", json={"prompt": TEXT, "stream": True, "stream_options": both})
+    assert reply.status_code == 400 and "got true beside include_usage=false; leave one of them out" in reply.text
+
+
+def test_a_model_with_several_names_has_the_first_in_its_answers() -> None:
+    with serving(model_name=("one", "two", "one")) as own:
+        assert [model.id for model in own.client.models.list()] == ["one", "two"]
+        for name in ("one", "two"):
+            assert own.client.completions.create(model=name, prompt=TEXT, max_tokens=1).model == "one"
+            found = own.client.models.retrieve(name)
+            assert found.id == name and not hasattr(found, "parent")
+        with pytest.raises(openai.NotFoundError, match="there is no model 'three'; this server has 'one', 'two'"):
+            own.client.completions.create(model="three", prompt=TEXT)
 
 
 def test_models_are_listed(running: Running) -> None:

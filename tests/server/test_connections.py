@@ -127,6 +127,16 @@ def test_a_slow_but_steady_client_is_served(strict: Running) -> None:
         assert raw.recv(65536).startswith(b"HTTP/1.1 200")
 
 
+def test_requests_that_follow_each_other_at_once_are_answered_in_order(strict: Running) -> None:
+    with closing(connect(strict)) as raw:
+        bodies = [json.dumps({**BODY, "max_tokens": count, "ignore_eos": True}).encode() for count in (3, 1, 2)]
+        asked = [HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body for body in bodies]
+        raw.sendall(b"".join(asked) + b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answers = read_all(raw).split(b"HTTP/1.1 200 OK\r\n")[1:]
+    counts = [json.loads(answer.partition(b"\r\n\r\n")[2]) for answer in answers]
+    assert [each["usage"]["completion_tokens"] for each in counts[:3]] == [3, 1, 2] and counts[3]["status"] == "ready"
+
+
 def test_beyond_so_many_connections_others_are_told(strict: Running) -> None:
     wait_for(lambda: num_connections(strict) <= 1)
     with ExitStack() as open_ones:

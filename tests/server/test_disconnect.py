@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +104,26 @@ def test_a_client_that_leaves_within_its_body_is_forgotten(narrow: Running) -> N
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{")
     assert narrow.http.get("/health").status_code == 200
     narrow.wait_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("how", ["half-closed", "reset"])
+def test_a_socket_that_is_half_closed_or_reset_ends_its_request(narrow: Running, stream: bool, how: str) -> None:
+    before = narrow.metric("requests_ended_total", 'outcome="cancelled"')
+    body = json.dumps({**BODY, "ignore_eos": True, "stream": stream}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with held(narrow.engine) as permits, socket.create_connection(("127.0.0.1", int(narrow.url.rpartition(":")[2]))) as raw:
+        raw.sendall(head + body)
+        permits.release(3)
+        wait_for(lambda: narrow.engine.stats.new_tokens > 0 and narrow.metric("kv_pages", 'state="used"') > 0)
+        if how == "half-closed":
+            raw.shutdown(socket.SHUT_WR)
+        else:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            raw.close()
+        wait_for(lambda: bool(narrow.server.state.llm.thread._cancels) or not narrow.engine.has_work)
+    narrow.wait_idle()
+    assert narrow.metric("requests_ended_total", 'outcome="cancelled"') == before + 1 and len(narrow.server.state.calls) == 0
 
 
 def test_many_clients_that_come_go_and_err_on_few_pages_leave_nothing_and_get_their_tokens() -> None:

@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from paged_attn.server.api import bodies
-from paged_attn.server.api.completion_reply import _finite
+from paged_attn.server.api.replies import finite
 from tests.engine.models import make_engine, oracle, random_prompts, tiny, tokenizer
 from tests.server.serving import MODEL, Running, serving
 
@@ -148,4 +148,4 @@ def test_without_a_tokenizer_tokens_have_numbers() -> None:
 
 
 def test_a_token_of_no_probability_is_a_number_in_json() -> None:
-    assert _finite(float("-inf")) == -9999.0 and _finite(-3.5) == -3.5
+    assert finite(float("-inf")) == -9999.0 and finite(-3.5) == -3.5

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         done = run_prompts(loaded.llm, prompts, params, event_printer(args, prompts, loaded.llm), lora=args.lora)
     except RunInterruptedError as interrupted:
-        print_interrupted(args, loaded, interrupted.run, len(prompts))
+        print_interrupted(args, loaded, interrupted.run, len(prompts) * params.n)
         raise
     if not args.stream and not args.json:
         print_texts(loaded, done)
@@ -76,20 +76,23 @@ def run(args: argparse.Namespace) -> int:
 
 def event_printer(args: argparse.Namespace, prompts: list[Prompt], llm: LLM) -> Any:
     """What to do with each event: a line of JSON, live text, or nothing."""
+    count = args.n or 1
+    if args.stream and args.json:
+        return lambda number, event: _json_line(number, count, event)
     if args.stream:
-        return _json_line if args.json else report.StreamPrinter(prompts, as_ids=llm.tokenizer is None)
+        return report.StreamPrinter([prompt for prompt in prompts for _ in range(count)], as_ids=llm.tokenizer is None)
     return lambda number, event: None
 
 
-def print_interrupted(args: argparse.Namespace, loaded: Loaded, done: Run, num_prompts: int) -> None:
-    """What there is after Ctrl-C, as it would have been printed at the end, and how many prompts have not all of it."""
+def print_interrupted(args: argparse.Namespace, loaded: Loaded, done: Run, num_answers: int) -> None:
+    """What there is after Ctrl-C, as it would have been printed at the end, and how many answers are not whole."""
     if args.json:
         print_json(args, report.document(loaded, done, None))
     elif not args.stream:
         print_texts(loaded, done)
     sys.stdout.flush()
-    cut_off = num_prompts - sum(not is_cut_off(completion) for completion in done.completions)
-    print(f"{cut_off} of {num_prompts} prompts cut off", file=sys.stderr)
+    cut_off = num_answers - sum(not is_cut_off(completion) for completion in done.completions)
+    print(f"{cut_off} of {num_answers} answers cut off", file=sys.stderr)
 
 
 def is_cut_off(completion: Completion) -> bool:
@@ -113,5 +116,6 @@ def print_json(args: argparse.Namespace, document: dict[str, Any]) -> None:
     print(json.dumps(document, ensure_ascii=False, indent=None if args.stream else 2))
 
 
-def _json_line(number: int, event: TokenEvent) -> None:
-    print(json.dumps({**asdict(event), "index": number}, ensure_ascii=False), flush=True)
+def _json_line(number: int, count: int, event: TokenEvent) -> None:
+    index, answer = divmod(number, count)
+    print(json.dumps({**asdict(event), "index": index, "answer": answer}, ensure_ascii=False), flush=True)

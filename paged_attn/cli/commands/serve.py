@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"the server needs {', '.join(missing)}; install the extra: {install_line('serve')}")
     checked_model_path(args.model, args.gguf_file)
     settings = server_settings(args, model_name(args.model))
-    if settings.model_name in dict(args.lora):
-        raise ValueError(f"--lora {settings.model_name}=...: that is the name of the model itself; choose another")
+    if taken := [name for name in settings.names if name in dict(args.lora)]:
+        raise ValueError(f"--lora {taken[0]}=...: that is the name of the model itself; choose another")
     set_verbosity(args.verbose)
     from paged_attn.server.run import Server, allow_files, listen
 
@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as afterwards:
         make_engine = partial(_engine, args, config, afterwards)
         server = Server(make_engine, settings, on_ready=ready, on_drain=drains, log_level="info" if args.verbose else "warning")
-        print(f"listening on {url}; loading {args.model} as {settings.model_name!r} (GET /health says when it is ready)", file=sys.stderr)
+        names = " and ".join(map(repr, settings.names))
+        print(f"listening on {url}; loading {args.model} as {names} (GET /health says when it is ready)", file=sys.stderr)
         server.run(sockets=[socket])
     if server.fatal_error is not None:
         raise server.fatal_error

@@ -22,6 +22,7 @@ from paged_attn.engine.model.load_options import LoadOptions, checked_model_path
 from paged_attn.engine.model.task import Task, task_of
 from paged_attn.engine.model.whole_checkpoint import refuse_random_weights, what_is_broken
 from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults, embedding_defaults, has_modules
+from paged_attn.engine.setting_names import SAME_DTYPE
 from paged_attn.parallel.plan import plan_of
 from paged_attn.parallel.shard import distributed_config
 from paged_attn.parallel.torchrun import num_processes
@@ -80,7 +81,10 @@ def load_model(
 
 def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """None for the checkpoint's own. Raises ValueError: no floating type of PyTorch."""
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    found: Any = dtype
+    if isinstance(dtype, str):
+        name = dtype.removeprefix("torch.")
+        found = getattr(torch, SAME_DTYPE.get(name, name), None)
     if dtype is None or dtype == "auto":
         return None
     if not isinstance(found, torch.dtype) or not found.is_floating_point:

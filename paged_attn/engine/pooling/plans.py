@@ -36,6 +36,7 @@ class PoolingPlan:
 
     Attributes:
         prompts: a request each: texts and token ids; with `pairs` two texts each, which the model's tokenizer joins.
+        sides: of texts that are compared and run apart, which side each was given on first, 0 or 1; else empty.
         params: of all of them, but for a pair's token types.
         read: the call's answer, of these requests when all have ended.
     """
@@ -44,6 +45,7 @@ class PoolingPlan:
     pairs: bool
     params: PoolingParams
     read: Callable[[Sequence[Request]], list[PoolingOutput[Any]]]
+    sides: Sequence[int] = ()
 
 
 def embed_plan(
@@ -77,8 +79,10 @@ def score_plan(engine: OwnEngine, text_1: str | Sequence[str], text_2: str | Seq
     pooler = _pooler_of(engine, "score", heads=None)
     params = pooler.params(engine.is_causal)
     if pooler.head is None:
+        side_of = {text: side for pair in reversed(pairs) for side, text in reversed(list(enumerate(pair)))}
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # each is embedded once
-        return PoolingPlan(texts, False, params, lambda requests: _cosines(pooler, pairs, dict(zip(texts, requests, strict=True))))
+        sides = [side_of[text] for text in texts]
+        return PoolingPlan(texts, False, params, lambda requests: _cosines(pooler, pairs, dict(zip(texts, requests, strict=True))), sides)
     pooler.check_scores()
 
     def read(requests: Sequence[Request]) -> list[PoolingOutput[Any]]:

@@ -29,19 +29,19 @@ def pair_tokens(tokenizer: Any, first: str, second: str) -> PairTokens:
     return PairTokens(list(encoded.input_ids), encoded.get("token_type_ids"))
 
 
-def paired(first: Any, second: Any) -> list[tuple[str, str]]:
+def paired(text_1: Any, text_2: Any) -> list[tuple[str, str]]:
     """One text with each of many, or texts with texts.
 
     Raises:
-        ValueError: two lists of different lengths. TypeError: no texts.
+        ValueError: two lists of different lengths. TypeError: no texts. Both begin with the name of the side at fault.
     """
-    lists = [[given] if isinstance(given, str) else given for given in (first, second)]
-    for which, given, texts in zip(("first", "second"), (first, second), lists, strict=True):
+    lists = [[given] if isinstance(given, str) else given for given in (text_1, text_2)]
+    for name, given, texts in zip(("text_1", "text_2"), (text_1, text_2), lists, strict=True):
         if not isinstance(texts, Sequence) or not texts or not all(isinstance(each, str) for each in texts):
-            raise TypeError(f"score: got {shown(given)} as the {which} side; allowed: a text, or a list of texts")
+            raise TypeError(f"{name}: got {shown(given)}; allowed: a text, or a list of texts")
     left, right = list(lists[0]), list(lists[1])
     if len(left) == 1:
         left *= len(right)
     if len(left) != len(right):
-        raise ValueError(f"score got {len(left)} and {len(right)} texts; allowed: one and many, or as many as there are on the other side")
+        raise ValueError(f"text_2: got {len(right)} texts beside {len(left)} of text_1; allowed: as many, or one text_1 for all")
     return list(zip(left, right, strict=True))

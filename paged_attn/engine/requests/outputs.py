@@ -45,7 +45,7 @@ class Completion:
         token_ids: the new ids, a stop token included.
         text: their text, without special tokens and cut before a stop string, unless the params ask otherwise.
         finish_reason: "stop", "length" or "cancelled".
-        stop_reason: the stop token id or stop string, where there was one.
+        stop_reason: which of the params' stop_token_ids or stop strings ended it; None for the model's own end token, as in vLLM.
         logprobs: per new token a dict from token id to log-probability, the sampled one included; None unless asked for.
         cached_tokens: prompt tokens whose KV came from the prefix cache.
         prompt_logprobs: for each token of the prompt a dict from token id to log-probability, itself and the most likely ones; None for the

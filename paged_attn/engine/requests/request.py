@@ -70,6 +70,7 @@ class Request:
         tokens_without_state: those that the prefix cache has besides, of no use as no recurrent state is kept there.
         logprobs: its new tokens with their log-probabilities, if the params ask for these.
         scored: likewise its prompt's tokens from `first_scored` on, as far as their scores have come.
+        began_at: when it was first let in, by `time.perf_counter`.
         index, answer: which prompt of the call it is for, and which of the answers to it.
         pooled: what has come of its hidden states, if it is embedded and not continued.
     """
@@ -102,6 +103,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
+    began_at: float | None = None
     index: int = 0
     answer: int = 0
     pooled: Pooled | None = None

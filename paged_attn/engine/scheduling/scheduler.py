@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -235,6 +236,7 @@ class Scheduler:
         self.kv.states.take_slot(request)
         waited = self.waiting.take(request)
         if waited is not None:
+            request.began_at = time.perf_counter()
             self.stats.count_admission(waited, len(request.tokens), request.num_cached, request.tokens_without_state)
         if not request.num_sampled:
             request.cached_tokens = request.num_cached

@@ -27,8 +27,8 @@ Scores = Callable[[int], tuple[Tensor, ...] | None]
 
 
 def generate(
-    model: PreTrainedModel,
-    input_ids: Tensor,
+    model: PreTrainedModel | None = None,
+    input_ids: Tensor | None = None,
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
@@ -75,14 +75,14 @@ def _config(**settings: Any) -> EngineConfig:
 
 def _generate(
     engine_config: EngineConfig,
-    model: PreTrainedModel,
-    input_ids: Tensor,
+    model: PreTrainedModel | None = None,
+    input_ids: Tensor | None = None,
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
     **given: Any,
 ) -> Output:
-    if logits_processor is None or stopping_criteria is None or generation_config is None:
+    if model is None or input_ids is None or logits_processor is None or stopping_criteria is None or generation_config is None:
         raise TypeError(CALLED_BY_ITSELF)
     config, criteria = generation_config, stopping_criteria
     called = callers_keywords()

@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from paged_attn.engine.sampling_params import MAX_PENALTY, SEED_LIMIT, SamplingParams
-from paged_attn.server.api.bounds import BadWords, Biases, Closed, GuideText, Name, Salt, Schema, Stop, StopTokens, within
+from paged_attn.engine.setting_names import OTHER_PARAM
+from paged_attn.server.api.fields.answer_forms import ResponseFormat, StructuredOutputs, with_older_names
+from paged_attn.server.api.fields.bounds import BadWords, Biases, Closed, GuideText, Name, Salt, Schema, Stop, StopTokens, within
 from paged_attn.server.http.errors import ApiError, bad_request
 from paged_attn.shown import shown
 
@@ -23,7 +25,7 @@ _TEXT = {"type": "string", "minLength": 1}
 PROMPTS: list[Any] = [_TEXT, _IDS, {"type": "array", "items": _TEXT, "minItems": 1}, {"type": "array", "items": _IDS, "minItems": 1}]
 NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 # Fields of OpenAI's that change nothing here.
-IGNORED = frozenset({"user", "metadata", "service_tier", "prompt_cache_key", "safety_identifier"})
+IGNORED = frozenset({"user", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"})
 # Fields that would change the answer: only the values that ask for nothing.
 NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((None, 1), "use n with logprobs and compare"),
@@ -34,7 +36,7 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "parallel_tool_calls": ((None, False, True), "only chats have it"),
     "functions": (NOTHING, "give tools, of which functions are the old form"),
     "function_call": ((None, "none", "auto"), "give tool_choice, of which it is the old form"),
-    "response_format": ((None, {"type": "text"}), "only chats have it; give json_schema, regex or grammar"),
+    "response_format": ((None, {"type": "text"}), "completions and chats have it; give json_schema, regex or grammar"),
     "modalities": ((None, ["text"]), "leave it out"),
     "audio": (NOTHING, "leave it out"),
     "prediction": (NOTHING, "leave it out"),
@@ -42,11 +44,19 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "verbosity": (NOTHING, "leave it out"),
     "web_search_options": (NOTHING, "leave it out"),
     "store": (NOTHING, "leave it out"),
+    # vLLM's, whose defaults clients write out.
+    "use_beam_search": (NOTHING, OTHER_PARAM["use_beam_search"]),
+    "length_penalty": ((None, 1), OTHER_PARAM["length_penalty"]),
+    "spaces_between_special_tokens": ((None, True), OTHER_PARAM["spaces_between_special_tokens"]),
+    "add_special_tokens": ((None, False), "a chat's template writes them; completions have it"),
+    "include_reasoning": ((None, True), "reasoning comes apart from the content and may be left unread"),
+    "documents": (NOTHING, 'give chat_template_kwargs={"documents": ...}, if the template reads them'),
 }
 
 
 class StreamOptions(Closed):
-    include_usage: bool = False
+    include_usage: bool | None = Field(None, description="the last event has the usage; default: as continuous_usage_stats")
+    continuous_usage_stats: bool | None = Field(None, description="extension: every event has the usage up to it")
     include_obfuscation: bool = False
 
 
@@ -85,9 +95,11 @@ class Body(Closed):
     json_schema: Schema | None = Field(None, description="extension: the answer is JSON of this schema")
     regex: GuideText | None = Field(None, description="extension: the answer matches this regular expression")
     grammar: GuideText | None = Field(None, description="extension: the answer follows this grammar, in llguidance's dialect of Lark")
+    structured_outputs: StructuredOutputs | None = Field(None, description="extension: vLLM's name for the three above")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="extension: token_ids and prompt_token_ids in the answer")
+    return_tokens_as_token_ids: bool | None = Field(None, description="extension: logprobs call every token token_id:N")
     priority: int | None = Field(None, description="extension, where the server allows it: a lower one is more urgent; default 0")
     cache_salt: Salt | None = Field(None, description="extension: prefixes are shared only with requests of the same salt")
     timeout_seconds: float | None = Field(
@@ -104,16 +116,32 @@ class Body(Closed):
             raise ApiError(400, f"{name}={shown(value)} is not supported; {hint}", param=name, code="unsupported_value")
         return values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _older_names(cls, values: Any) -> Any:
+        return with_older_names(values) if isinstance(values, dict) else values
+
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with the usage.
 
         Raises:
-            ApiError: 400 for stream_options without a stream.
+            ApiError: 400 for stream_options without a stream, or that contradict each other.
         """
-        if self.stream_options is not None and not self.stream:
+        options = self.stream_options
+        if options is None:
+            return False
+        if not self.stream:
             raise ApiError(400, "stream_options: allowed only with stream=true", param="stream_options")
-        return self.stream_options is not None and self.stream_options.include_usage
+        if options.continuous_usage_stats and options.include_usage is False:
+            what = "continuous_usage_stats: got true beside include_usage=false; leave one of them out"
+            raise ApiError(400, f"stream_options: {what}", param="stream_options")
+        return bool(options.include_usage or options.continuous_usage_stats)
+
+    @property
+    def repeats_usage(self) -> bool:
+        """Whether every event of a stream has the usage up to it."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def num_answers(self) -> int:
@@ -139,17 +167,34 @@ class Body(Closed):
         count = self.num_prompt_logprobs()
         if count is not None and (scores := num_tokens * self.num_answers * (count + 1)) > MAX_SCORES:
             what = f"{num_tokens:,} tokens of prompts with {self.num_answers} answers and {count + 1} log-probabilities each are {scores:,}"
-            raise ApiError(400, f"{what}; allowed: at most {MAX_SCORES:,}; send fewer prompts at a time, or lower logprobs", param="prompt")
+            raise ApiError(
+                400, f"{what}; allowed: at most {MAX_SCORES:,}; send fewer prompts at a time, or lower logprobs", param=self.prompt_name
+            )
 
     def wanted_schema(self) -> dict[str, Any] | None:
         """The JSON schema that the answer shall follow, if any."""
         return self.json_schema
 
+    def wanted_guides(self) -> dict[str, Any]:
+        """Those of `json_schema`, `regex` and `grammar` that `SamplingParams` are given.
+
+        Raises:
+            ApiError: 400 for structured_outputs beside one of these.
+        """
+        all_of_them = {"json_schema": self.wanted_schema(), "regex": self.regex, "grammar": self.grammar}
+        given = {name: value for name, value in all_of_them.items() if value is not None}
+        if self.structured_outputs is None:
+            return given
+        if given:
+            what = f"structured_outputs: got one beside {next(iter(given))}"
+            raise ApiError(400, f"{what}; give one of them", param="structured_outputs")
+        return self.structured_outputs.guide()
+
     def wanted_guide(self) -> tuple[str, str] | None:
         """As `SamplingParams.guide` will be, as far as a chat needs to know: a schema's text, or that there is some other."""
-        if (schema := self.wanted_schema()) is not None:
-            return "json_schema", json.dumps(schema)
-        return next(((name, text) for name in ("regex", "grammar") if (text := getattr(self, name)) is not None), None)
+        for name, value in self.wanted_guides().items():
+            return name, json.dumps(value) if name == "json_schema" else value
+        return None
 
     def sampling_params(self, room: int, defaults: SamplingParams) -> SamplingParams:
         """The engine's parameters, for one answer.
@@ -170,11 +215,11 @@ class Body(Closed):
             "logit_bias": self._biases(), "bad_words": None if self.bad_words is None else tuple(self.bad_words),
             "include_stop_str_in_output": self.include_stop_str_in_output, "skip_special_tokens": self.skip_special_tokens,
             "prompt_logprobs": self.num_prompt_logprobs(),
-            "json_schema": self.wanted_schema(), "regex": self.regex, "grammar": self.grammar,
+            **self.wanted_guides(),
         }  # fmt: skip
         if "temperature" not in defaults.stated and self.temperature is None:
             given["temperature"] = 1.0  # OpenAI's
-        if "max_new_tokens" in defaults.stated:
+        if "max_new_tokens" in defaults.stated and defaults.max_new_tokens is not None:
             given["max_new_tokens"] = self.max_new_tokens(min(room, defaults.max_new_tokens))
         try:
             return SamplingParams(**{name: value for name, value in given.items() if value is not None})
@@ -199,7 +244,29 @@ class Body(Closed):
         return ((self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())) or None
 
 
-class CompletionBody(Body):
+class FormattedBody(Body):
+    """Of the routes that take OpenAI's response_format, and that score their prompts."""
+
+    response_format: ResponseFormat | None = None
+    prompt_logprobs: int | None = Field(
+        None, description="extension: for each token of the prompt its log-probability and those of so many of the most likely ones",
+        json_schema_extra=within(0, MAX_LOGPROBS),
+    )  # fmt: skip
+
+    def num_prompt_logprobs(self) -> int | None:
+        count = _checked_count("prompt_logprobs", self.prompt_logprobs)
+        if self.stream and count is not None:
+            raise ApiError(400, "prompt_logprobs: allowed only without stream, where completions have echo", param="prompt_logprobs")
+        return count
+
+    def wanted_schema(self) -> dict[str, Any] | None:
+        wanted = None if self.response_format is None else self.response_format.schema_of_answer()
+        if wanted is not None and self.json_schema is not None:
+            raise ApiError(400, "json_schema: got one beside response_format; give one of them", param="json_schema")
+        return self.json_schema if wanted is None else wanted
+
+
+class CompletionBody(FormattedBody):
     """The body of POST /v1/completions."""
 
     default_max_tokens = 16  # OpenAI's
@@ -207,19 +274,14 @@ class CompletionBody(Body):
         description="a text, a list of texts, a list of token ids, or a list of such lists", json_schema_extra={"anyOf": PROMPTS}
     )
     logprobs: int | None = Field(None, json_schema_extra=within(0, MAX_LOGPROBS))
+    add_special_tokens: bool | None = Field(None, description="extension: those that the tokenizer puts around a text; default true")
     echo: bool | None = Field(None, description="the answer begins with the prompt, and its logprobs with the prompt's")
-    prompt_logprobs: int | None = Field(
-        None, description="extension: for each token of the prompt its log-probability and those of so many of the most likely ones",
-        json_schema_extra=within(0, MAX_LOGPROBS),
-    )  # fmt: skip
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
     def num_prompt_logprobs(self) -> int | None:
-        wanted = [_checked_count("prompt_logprobs", self.prompt_logprobs), self._logprobs() if self.echo else None]
-        if self.stream and self.prompt_logprobs is not None:
-            raise ApiError(400, "prompt_logprobs: allowed only without stream; a stream has echo with logprobs", param="prompt_logprobs")
+        wanted = [super().num_prompt_logprobs(), self._logprobs() if self.echo else None]
         return max((count for count in wanted if count is not None), default=None)
 
 

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from paged_attn.asynchronous.texts import length_of
 from paged_attn.chat.request import ChatRequest
 from paged_attn.chat.tools import CHOICES
-from paged_attn.server.api.bodies import MAX_LOGPROBS, Body
-from paged_attn.server.api.bounds import Choice, Closed, Effort, Messages, Name, Schema, Settings, Tools, within
+from paged_attn.server.api.bodies import MAX_LOGPROBS, FormattedBody
+from paged_attn.server.api.fields.bounds import Choice, Effort, Messages, Settings, Tools, within
 from paged_attn.server.http.errors import ApiError
 from paged_attn.shown import shown
 
 
-class JsonSchemaFormat(Closed):
-    model_config = ConfigDict(populate_by_name=True)
-    name: Name | None = None
-    description: str | None = None
-    schema_: Schema = Field(alias="schema")
-    strict: bool | None = Field(None, description="answers always follow the schema")
-
-
-class ResponseFormat(Closed):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-
-
-class ChatBody(Body):
+class ChatBody(FormattedBody):
     """The body of POST /v1/chat/completions."""
 
     logprobs_name, prompt_name = "top_logprobs", "messages"
@@ -38,7 +23,6 @@ class ChatBody(Body):
     )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description="needs logprobs=true", json_schema_extra=within(0, MAX_LOGPROBS))
-    response_format: ResponseFormat | None = None
     tools: Tools | None = Field(None, description="functions that the model may call")
     tool_choice: Choice = Field(
         None,
@@ -62,19 +46,6 @@ class ChatBody(Body):
             what = f"max_tokens is {shown(self.max_tokens)} and max_completion_tokens is {shown(self.max_completion_tokens)}"
             raise ApiError(400, f"{what}; give one of them", param="max_completion_tokens")
         return both.pop() if both else room  # type: ignore[return-value]
-
-    def wanted_schema(self) -> dict[str, Any] | None:
-        wanted = self.response_format
-        if wanted is None or wanted.type == "text":
-            return self.json_schema
-        if self.json_schema is not None:
-            raise ApiError(400, "json_schema: got one beside response_format; give one of them", param="json_schema")
-        if wanted.type == "json_schema" and wanted.json_schema is None:
-            raise ApiError(400, 'response_format: type is "json_schema", and its field json_schema is missing', param="response_format")
-        if wanted.type != "json_schema" and wanted.json_schema is not None:
-            what = f'json_schema belongs to type "json_schema"; got type {shown(wanted.type)}'
-            raise ApiError(400, f"response_format: {what}", param="response_format")
-        return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
 
     @property
     def num_characters(self) -> int:

@@ -9,9 +9,8 @@ from paged_attn.asynchronous.job import Job
 from paged_attn.asynchronous.texts import Texts
 from paged_attn.engine.requests.outputs import Completion, TokenEvent
 from paged_attn.server.api.bodies import Body, CompletionBody
-from paged_attn.server.api.replies import Known, Reply, is_text, known_of
+from paged_attn.server.api.replies import Known, Reply, finite, is_text
 
-LEAST = -9999.0
 MOST_BYTES = 4  # of a character, and so tokens
 
 
@@ -33,7 +32,7 @@ class CompletionReply(Reply):
         if choice["logprobs"] and echo:
             choice["logprobs"] = {name: [*echo["logprobs"][name], *values] for name, values in choice["logprobs"].items()}
         if self.body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._by_id(index, self.body.prompt_logprobs)
+            choice["prompt_logprobs"] = self.prompt_scores(index, self.body.prompt_logprobs)
         return choice
 
     def parts(self, index: int, event: TokenEvent) -> list[dict[str, Any]]:
@@ -49,21 +48,21 @@ class CompletionReply(Reply):
         return [{"text": event.text}] if event.text else [], event.finish_reason
 
     def logprobs(self, index: int, known: Sequence[Known]) -> dict[str, Any]:
-        texts = [self.texts.of_token(token) for token, _, _ in known]
+        texts = [self.name(token) for token, _, _ in known]
         offsets = []
         for token, _, _ in known:
             offsets.append(self._offsets[index])
             self._offsets[index] += self._num_characters(index, token)
         top = [self._top(*each) for each in known]
-        return {"tokens": texts, "token_logprobs": [_finite(value) for _, value, _ in known], "top_logprobs": top, "text_offset": offsets}
+        return {"tokens": texts, "token_logprobs": [finite(value) for _, value, _ in known], "top_logprobs": top, "text_offset": offsets}
 
     def _top(self, token: int, value: float, likely: Sequence[tuple[int, float]]) -> dict[str, float]:
         """By text. As with OpenAI, the token itself is among them even if it is not one of the likeliest."""
-        top = {self.texts.of_token(token): _finite(value)}
+        top = {self.name(token): finite(value)}
         for other, its in likely:
             if other != token:
-                text = self.texts.of_token(other)
-                top[f"token_id:{other}" if text in top else text] = _finite(its)
+                text = self.name(other)
+                top[f"token_id:{other}" if text in top else text] = finite(its)
         return top
 
     def _num_characters(self, index: int, token: int) -> int:
@@ -87,24 +86,9 @@ class CompletionReply(Reply):
             first = request.prompt_token_ids[0]
             is_added = self.texts.is_special(first) and not text.startswith(self.texts.of_token(first))
             self._offsets[index] = 0 if is_added else self._num_characters(index, first)
-            rest = self.logprobs(index, self._scored(index, count))
-            heads = {"tokens": self.texts.of_token(first), "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+            rest = self.logprobs(index, self.scored(index, count))
+            heads = {"tokens": self.name(first), "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
             logprobs = {name: [head, *rest[name]] for name, head in heads.items()}
         self._offsets[index], self._parts[index] = len(text), []
         self._counted.discard(index)
         return {"text": text, "logprobs": logprobs}
-
-    def _by_id(self, index: int, count: int) -> list[dict[str, dict[str, Any]] | None]:
-        """As vLLM's server has them."""
-        rows = [{**dict(likely), token: value} for token, value, likely in self._scored(index, count)]
-        of_token = self.texts.of_token
-        return [None, *({str(i): {"logprob": _finite(row[i]), "decoded_token": of_token(i)} for i in row} for row in rows)]
-
-    def _scored(self, index: int, count: int) -> list[Known]:
-        """The prompt's tokens from the second on, with so many of the likeliest."""
-        return [(token, value, likely[:count]) for token, value, likely in map(known_of, self.job.requests[index].scored)]
-
-
-def _finite(value: float) -> float:
-    """JSON has no infinity; OpenAI writes this."""
-    return max(value, LEAST)

@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from paged_attn.engine.lora.adapter_files import read_adapter
-from paged_attn.server.api.bounds import Closed, Name
+from paged_attn.server.api.fields.bounds import Closed, Name
 from paged_attn.server.api.request_state import state_of
 from paged_attn.server.http.errors import ERRORS, ApiError, bad_request
 from paged_attn.shown import shown
@@ -35,7 +35,7 @@ async def load(request: Request, body: LoadBody) -> Response:
     engine = state.llm.thread.refuse_unless_ready()
     if engine.adapters is None:
         raise ApiError(400, "this server has no room for adapters; start it with --max-loras", param="lora_name")
-    if body.lora_name == state.settings.model_name:
+    if body.lora_name in state.settings.names:
         raise ApiError(400, f"lora_name: {shown(body.lora_name)} is the name of the model itself", param="lora_name")
     folder = inside(Path(state.settings.lora_folder or ""), body.lora_path)
     try:

@@ -20,7 +20,7 @@ from paged_attn.engine.engine import Engine
 from paged_attn.engine.pooling.outputs import EmbeddingValues, PoolingOutput, ScoreValues
 from paged_attn.engine.pooling.plans import PoolingPlan, embed_plan, score_plan
 from paged_attn.server.api.bodies import PROMPTS, listed
-from paged_attn.server.api.bounds import Closed, Name, Salt, within
+from paged_attn.server.api.fields.bounds import Closed, Name, Salt, within
 from paged_attn.server.api.request_state import (
     call_of,
     caller_of,
@@ -125,7 +125,7 @@ async def embeddings(request: Request, body: EmbeddingBody) -> Response:
         if body.encoding_format == "base64":
             values = [base64.b64encode(np.asarray(value, "<f4").tobytes()).decode() for value in values]
         data = [{"object": "embedding", "index": index, "embedding": value} for index, value in enumerate(values)]
-        return {"object": "list", "data": data, "model": state_of(request).settings.model_name, "usage": _usage(job)}
+        return {"object": "list", "data": data, "model": state_of(request).settings.first_name, "usage": _usage(job)}
 
     return await _answer(request, body, plan, ("input", "input"), reply)
 
@@ -139,7 +139,7 @@ async def score(request: Request, body: ScoreBody) -> Response:
     def reply(outputs: Sequence[PoolingOutput[ScoreValues]], job: Job) -> dict[str, Any]:
         data = [{"index": each.index, "object": "score", "score": each.outputs.score} for each in outputs]
         head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
-        return {**head, "model": state_of(request).settings.model_name, "data": data, "usage": _usage(job)}
+        return {**head, "model": state_of(request).settings.first_name, "data": data, "usage": _usage(job)}
 
     return await _answer(request, body, plan, ("text_1", "text_2"), reply)
 
@@ -163,7 +163,7 @@ async def rerank(request: Request, body: RerankBody) -> Response:
             for each in sorted(outputs, key=lambda each: -each.outputs.score)[:count]
         ]
         return {
-            "id": f"rerank-{uuid.uuid4().hex}", "model": state_of(request).settings.model_name, "usage": _usage(job), "results": results,
+            "id": f"rerank-{uuid.uuid4().hex}", "model": state_of(request).settings.first_name, "usage": _usage(job), "results": results,
         }  # fmt: skip
 
     return await _answer(request, body, _score_plan(engine, body.query, documents), ("query", "documents"), reply)
@@ -187,7 +187,8 @@ async def _answer(
         if plan.pairs:
             prompts = await texts.pairs(plan.prompts, caller.tenant, params=params)
         else:
-            prompts = await texts.prompts(plan.prompts, caller.tenant, param=param)
+            names = [params[side] for side in plan.sides] if plan.sides else param
+            prompts = await texts.prompts(plan.prompts, caller.tenant, param=names)
         job = Job(
             prompts, [plan.params], caller.namespace(body.cache_salt, state.settings.share_prefixes),
             tenant=caller.tenant, priority=body.priority or 0, text_at_end=True, arrived=call_of(request).arrived,
@@ -209,8 +210,8 @@ def _score_plan(engine: Engine, first: Any, second: Any) -> PoolingPlan:
         return score_plan(engine, first, second)
     except UnsupportedError as error:
         raise bad_request(error, "model") from error
-    except (ValueError, TypeError) as error:
-        raise bad_request(error, "text_2") from error
+    except (ValueError, TypeError) as error:  # in the words of `paired`, which begin with the field at fault
+        raise bad_request(error, str(error).partition(":")[0]) from error
 
 
 def _ready(request: Request, body: PoolingBody) -> Engine:

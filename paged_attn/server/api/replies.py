@@ -21,6 +21,7 @@ from paged_attn.server.http.errors import ApiError, api_error
 
 # A new token, its log-probability, the likeliest tokens with theirs.
 Known = tuple[int, float, Sequence[tuple[int, float]]]
+LEAST = -9999.0
 
 
 class Reply:
@@ -45,14 +46,20 @@ class Reply:
 
     async def lines(self) -> AsyncIterator[str]:
         """The server-sent events; an error after the beginning is the last but one."""
-        extra = {"usage": None} if self.body.includes_usage else {}
+        ends_with_usage, new = self.body.includes_usage, 0
+
+        def line(choice: dict[str, Any]) -> str:
+            usage = self.job.usage(new) if self.body.repeats_usage else None
+            return self._line([choice], {"usage": usage} if ends_with_usage else {})
+
         try:
             for choice in self.openings():
-                yield self._line([choice], extra)
+                yield line(choice)
             async for index, event in self.job.events():
+                new += event.token_id is not None
                 for choice in self.parts(index, event):
-                    yield self._line([choice], extra)
-            if extra:
+                    yield line(choice)
+            if ends_with_usage:
                 yield self._line([], {"usage": self.job.usage()})
         except (ApiError, ServingError) as error:
             yield f"data: {json.dumps(api_error(error).payload())}"
@@ -66,6 +73,20 @@ class Reply:
             "index": index, **content, "logprobs": None if known is None else self.logprobs(index, known),
             "finish_reason": finish_reason, "stop_reason": completion.stop_reason, **ids,
         }  # fmt: skip
+
+    def name(self, token: int) -> str:
+        """What log-probabilities call a token."""
+        return f"token_id:{token}" if self.body.return_tokens_as_token_ids else self.texts.of_token(token)
+
+    def scored(self, index: int, count: int) -> list[Known]:
+        """The prompt's tokens from the second on, with so many of the likeliest."""
+        return [(token, value, likely[:count]) for token, value, likely in map(known_of, self.job.requests[index].scored)]
+
+    def prompt_scores(self, index: int, count: int) -> list[dict[str, dict[str, Any]] | None]:
+        """As vLLM's server has them."""
+        rows = [{**dict(likely), token: value} for token, value, likely in self.scored(index, count)]
+        of_token = self.texts.of_token
+        return [None, *({str(i): {"logprob": finite(row[i]), "decoded_token": of_token(i)} for i in row} for row in rows)]
 
     def openings(self) -> list[dict[str, Any]]:
         return []
@@ -119,6 +140,11 @@ class ChatReply(Reply):
         self._readers: dict[int, AnswerReader] = defaultdict(form.reader)  # of streams
         self._num_calls = [0] * job.size
 
+    async def whole(self) -> dict[str, Any]:
+        reply = await super().whole()
+        count = self.body.num_prompt_logprobs()
+        return reply if count is None else {**reply, "prompt_logprobs": self.prompt_scores(0, count)}
+
     def openings(self) -> list[dict[str, Any]]:
         opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [{"index": index, **opening} for index in range(self.job.size)]
@@ -149,13 +175,17 @@ class ChatReply(Reply):
         }
 
     def _token(self, token: int, value: float) -> dict[str, Any]:
-        text = self.texts.of_token(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode()) if is_text(text, token) else None}
+        return {"token": self.name(token), "logprob": finite(value), "bytes": self.texts.bytes_of_token(token)}
 
 
 def is_text(text: str, token: int) -> bool:
     """Whether `Texts.of_token` gave the token's own text."""
     return text != f"token_id:{token}"
+
+
+def finite(value: float) -> float:
+    """JSON has no infinity; OpenAI writes this."""
+    return max(value, LEAST)
 
 
 def known_of(sampled: Any) -> Known:

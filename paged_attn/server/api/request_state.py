@@ -48,9 +48,9 @@ def ready(request: Request, model: str | None) -> tuple[ServerState, Engine, Tex
 
 
 def model_names(state: ServerState) -> list[str]:
-    """The model's, and those of its adapters."""
+    """Those of the model, and of its adapters."""
     engine = state.llm.thread.engine
-    return [state.settings.model_name, *(engine.adapters.loaded if engine is not None and engine.adapters is not None else ())]
+    return [*state.settings.names, *(engine.adapters.loaded if engine is not None and engine.adapters is not None else ())]
 
 
 def check_model(state: ServerState, name: str) -> None:

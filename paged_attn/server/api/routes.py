@@ -69,7 +69,8 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     state, engine, texts = _ready(request, body)
     prompts = listed(body.prompt)
     check_count(len(prompts) * body.num_answers, engine, state)
-    return await _answer(request, body, texts, lambda: texts.prompts(prompts, caller_of(request).tenant), CompletionReply)
+    with_special = body.add_special_tokens is not False
+    return await _answer(request, body, texts, lambda: texts.prompts(prompts, caller_of(request).tenant, with_special), CompletionReply)
 
 
 @router.post(CHATS, responses=ANSWERS)
@@ -117,7 +118,7 @@ async def _answer(
     async def run() -> Response:
         job = await _job(await prompts(), body, request)
         await submit_and_wait(request, job, body.prompt_name)
-        reply = make_reply(job, body, texts, job.lora or state.settings.model_name)
+        reply = make_reply(job, body, texts, job.lora or state.settings.first_name)
         if body.stream:
             return EventStream(reply.lines(), lambda: state.llm.thread.cancel(job))
         return JSONResponse(await reply.whole())
@@ -141,7 +142,7 @@ async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:
     namespace = caller.namespace(body.cache_salt, state.settings.share_prefixes)
     return Job(
         prompts, answers, namespace, tenant=caller.tenant, priority=body.priority or 0, guide=guide, arrived=call.arrived,
-        text_at_end=body.text_at_end and not body.stream, lora=None if body.model in (None, state.settings.model_name) else body.model,
+        text_at_end=body.text_at_end and not body.stream, lora=None if body.model in (None, *state.settings.names) else body.model,
     )  # fmt: skip
 
 
@@ -184,7 +185,7 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
     engine = state.llm.thread.engine
     limit = engine.input_processor.room if engine is not None else None
     model = {"id": name, "object": "model", "created": state.created, "owned_by": "paged_attn", "max_model_len": limit}
-    return model if name == state.settings.model_name else {**model, "parent": state.settings.model_name}
+    return model if name in state.settings.names else {**model, "parent": state.settings.first_name}
 
 
 def _room(engine: Engine, prompts: Sequence[Prompt]) -> int:

@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 from paged_attn.asynchronous.job import Prompt
 from paged_attn.asynchronous.texts import Texts, length_of
 from paged_attn.chat.request import ChatRequest
-from paged_attn.server.api.bounds import Closed, Messages, Name, Settings, Tools, at_most
 from paged_attn.server.api.chat_body import refuse_two_ends
+from paged_attn.server.api.fields.bounds import Closed, Messages, Name, Settings, Tools, at_most
 from paged_attn.server.api.request_state import caller_of, ready, run_until_ended, state_of
 from paged_attn.server.http.errors import ERRORS, ApiError
 

@@ -8,22 +8,29 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paged_attn.asynchronous.snapshot import EngineSnapshot, Observer
+from paged_attn.asynchronous.snapshot import EndedRequest, EngineSnapshot, Observer
+from paged_attn.server.logs.histogram import CountingHistogram
 
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 WAIT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5)) + (10**6,)
 PREFIX = "paged_attn_"
 
 
 class ServerMetrics(Collector, Observer):
-    """Histograms and counters of the server, and gauges of the engine at its last step."""
+    """Histograms and counters of the server, and gauges of the engine at its last step. Histograms of requests have vLLM's names."""
 
     def __init__(self, snapshot: Callable[[], EngineSnapshot], is_ready: Callable[[], bool], max_queue: int) -> None:
         self.registry = CollectorRegistry()
         self._snapshot, self._is_ready, self._max_queue = snapshot, is_ready, max_queue
         self._steps = self._histogram("step_seconds", "Wall time of engine steps", STEP_BUCKETS)
-        self._first = self._histogram("first_token_seconds", "From a request's arrival to its first token", WAIT_BUCKETS)
-        self._whole = self._histogram("request_seconds", "From a request's arrival to its end", WAIT_BUCKETS)
+        self._first = self._histogram("time_to_first_token_seconds", "From a request's arrival to its first token", WAIT_BUCKETS)
+        self._queued = self._histogram("request_queue_time_seconds", "From a request's arrival to its first step", WAIT_BUCKETS)
+        self._whole = self._histogram("e2e_request_latency_seconds", "From a request's arrival to its end", WAIT_BUCKETS)
+        self._prompts = self._histogram("request_prompt_tokens", "Prompt tokens of requests that ended", TOKEN_BUCKETS)
+        self._answers = self._histogram("request_generation_tokens", "New tokens of requests that ended", TOKEN_BUCKETS)
+        between = "From a token of a request to the next one"
+        self._later = CountingHistogram(PREFIX + "inter_token_latency_seconds", between, STEP_BUCKETS)
         self._failed = Counter(PREFIX + "failed_steps", "Engine steps that raised", registry=self.registry)
         self._ended = Counter(PREFIX + "requests_ended", "Requests that ended, by how", ["outcome"], registry=self.registry)
         self._http = Counter(PREFIX + "http_responses", "HTTP responses begun", ["route", "status"], registry=self.registry)
@@ -40,9 +47,16 @@ class ServerMetrics(Collector, Observer):
     def first_token(self, seconds: float) -> None:
         self._first.observe(seconds)
 
-    def ended(self, outcome: str, seconds: float) -> None:
-        self._ended.labels(outcome).inc()
-        self._whole.observe(seconds)
+    def later_tokens(self, seconds: float, count: int) -> None:
+        self._later.observe(seconds, count)
+
+    def ended(self, request: EndedRequest) -> None:
+        self._ended.labels(request.outcome).inc()
+        self._whole.observe(request.seconds)
+        self._prompts.observe(request.prompt_tokens)
+        self._answers.observe(request.new_tokens)
+        if request.queue_seconds is not None:
+            self._queued.observe(request.queue_seconds)
 
     def responded(self, route: str, status: int) -> None:
         self._http.labels(route, str(status)).inc()
@@ -53,6 +67,7 @@ class ServerMetrics(Collector, Observer):
 
     def collect(self) -> Iterator[Metric]:
         now = self._snapshot()
+        yield self._later.collect()
         yield _gauge("requests", "Requests in the engine now", "state", {"running": now.running, "waiting": now.waiting})
         of_state = "KV pages by state: used by requests, cached for later ones and evicted when needed, free; windows may have left parts"
         yield _gauge("kv_pages", of_state, "state", {"used": now.pages_used, "cached": now.pages_cached, "free": now.pages_free})

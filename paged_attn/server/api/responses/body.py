@@ -13,7 +13,7 @@ from paged_attn.chat.messages import MAX_CALLS, MAX_PARTS
 from paged_attn.chat.request import ChatRequest
 from paged_attn.chat.tools import CHOICES
 from paged_attn.server.api.bodies import IGNORED, NEUTRAL, NOTHING, Body
-from paged_attn.server.api.bounds import MAX_MESSAGES, Choice, Closed, Effort, Name, Schema, Settings, Tools, too_many, within
+from paged_attn.server.api.fields.bounds import MAX_MESSAGES, Choice, Closed, Effort, Name, Schema, Settings, Tools, too_many, within
 from paged_attn.server.http.errors import ApiError
 from paged_attn.shown import shown
 
@@ -30,7 +30,9 @@ OWN_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "include": ((*NOTHING, ["reasoning.encrypted_content"]), "reasoning comes as text, and nothing else is left out of answers"),
 }
 # Fields of the other routes.
-NOT_HERE: Mapping[str, tuple[Any, ...]] = {"max_tokens": (None,), "n": (None, 1), "return_token_ids": (None, False)}
+NOT_HERE: Mapping[str, tuple[Any, ...]] = {
+    "max_tokens": (None,), "n": (None, 1), "return_token_ids": (None, False), "return_tokens_as_token_ids": (None, False),
+}  # fmt: skip
 # What an item of each type may have beside its type, its id and its status.
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "message": ("role", "content"),
@@ -67,7 +69,7 @@ class ResponsesBody(Body):
     """The body of POST /v1/responses."""
 
     neutral = {name: each for name, each in {**NEUTRAL, **OWN_NEUTRAL}.items() if name != "store"}
-    ignored = IGNORED | set(NEUTRAL) | set(OWN_NEUTRAL) | {"prompt_cache_retention"}
+    ignored = IGNORED | set(NEUTRAL) | set(OWN_NEUTRAL)
     limit_name, prompt_name = "max_output_tokens", "input"
     text_at_end: ClassVar[bool] = False  # the tokens of reasoning are counted as they come
 
@@ -91,6 +93,14 @@ class ResponsesBody(Body):
 
     def num_logprobs(self) -> int | None:
         return None
+
+    @property
+    def includes_usage(self) -> bool:
+        """The last event of a stream has it, whatever is asked; raises ApiError: 400 for a usage in every event."""
+        if self.repeats_usage:
+            what = "continuous_usage_stats=true is not supported by this route, whose last event has the usage; leave it out"
+            raise ApiError(400, f"stream_options: {what}", param="stream_options")
+        return super().includes_usage
 
     def max_new_tokens(self, room: int) -> int:
         return room if self.max_output_tokens is None else self.max_output_tokens

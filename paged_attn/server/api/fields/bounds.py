@@ -26,7 +26,8 @@ MAX_TOOLS_VALUES, MAX_TOOLS_TEXT = 16 << 10, 128 << 10  # of all tools together
 SAME_FIELD = {**SAME_PARAM, "max_new_tokens": "max_tokens", "prompts": "prompt"}
 OTHER_FIELD = {
     **OTHER_PARAM,
-    "add_special_tokens": "send token ids, which /tokenize gives",
+    "request_id": "send the header x-request-id",
+    "guided_decoding_backend": "there is one: llguidance; leave it out",
     "chat_template": "the server has one: --chat-template; chat_template_kwargs are its variables",
     "enable_thinking": 'use chat_template_kwargs={"enable_thinking": ...}',
     "thinking": "use chat_template_kwargs, as the template calls it",

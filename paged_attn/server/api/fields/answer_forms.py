@@ -1,0 +1,104 @@
+"""Fields that say what an answer has to follow, as OpenAI and vLLM have them, in the words of `SamplingParams`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from paged_attn.server.api.fields.bounds import MAX_SCHEMA_TEXT, Closed, GuideText, Name, Schema, at_most, texts_at_most
+from paged_attn.server.http.errors import ApiError
+from paged_attn.shown import shown
+
+MAX_CHOICES, MAX_CHOICE = 1024, 4096  # texts, and characters of each
+OLDER = "guided_"  # older releases of vLLM have fields of their own for it
+Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), texts_at_most(MAX_CHOICES, MAX_CHOICE, "text")]
+
+
+class JsonSchemaFormat(Closed):
+    model_config = ConfigDict(populate_by_name=True)
+    name: Name | None = None
+    description: str | None = None
+    schema_: Schema = Field(alias="schema")
+    strict: bool | None = Field(None, description="answers always follow the schema")
+
+
+class ResponseFormat(Closed):
+    """OpenAI's."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """Raises ApiError: 400 for a schema without its type, and the other way round."""
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ApiError(400, 'response_format: type is "json_schema", and its field json_schema is missing', param="response_format")
+        if self.type != "json_schema" and self.json_schema is not None:
+            what = f'json_schema belongs to type "json_schema"; got type {shown(self.type)}'
+            raise ApiError(400, f"response_format: {what}", param="response_format")
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+
+
+class StructuredOutputs(Closed):
+    """vLLM's: one of these."""
+
+    model_config = ConfigDict(populate_by_name=True)
+    ignored = frozenset({"disable_fallback"})  # from one of vLLM's backends to another
+    json_: Schema | Annotated[str, at_most(MAX_SCHEMA_TEXT, "")] | None = Field(None, alias="json", description="a schema, or its text")
+    regex: GuideText | None = None
+    choice: Choices | None = Field(None, description="the answer is one of these texts")
+    grammar: GuideText | None = Field(None, description="in llguidance's dialect of Lark")
+    json_object: bool | None = Field(None, description="the answer is a JSON object")
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+
+    def guide(self) -> dict[str, Any]:
+        """The one keyword of `SamplingParams` that says the same.
+
+        Raises:
+            ApiError: 400 for none of them, or for several.
+        """
+        given = {name.rstrip("_"): value for name in type(self).model_fields if (value := getattr(self, name)) not in (None, False)}
+        if len(given) != 1:
+            got, allowed = ", ".join(given) or "none of them", "one of json, regex, choice, grammar and json_object"
+            raise ApiError(400, f"structured_outputs: got {got}; allowed: {allowed}", param="structured_outputs")
+        ((name, value),) = given.items()
+        if name == "json_object":
+            return {"json_schema": {"type": "object"}}
+        if name == "choice":
+            return {"regex": "|".join(map(re.escape, value))}
+        return {"json_schema" if name == "json" else name: _parsed(value) if name == "json" else value}
+
+
+def _parsed(schema: dict[str, Any] | str) -> dict[str, Any]:
+    if isinstance(schema, dict):
+        return schema
+    try:
+        parsed = json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"structured_outputs.json: {error}; allowed: a schema, or its text", param="structured_outputs") from error
+    if not isinstance(parsed, dict):
+        raise ApiError(400, f"structured_outputs.json: got {shown(parsed)}; allowed: a JSON object", param="structured_outputs")
+    return parsed
+
+
+def with_older_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`guided_json` and its kind as the field `structured_outputs`.
+
+    Raises:
+        ApiError: 400 where that field is there, too.
+    """
+    older = {name: value for name, value in values.items() if name in _OLDER_NAMES and value is not None}
+    if older and values.get("structured_outputs") is not None:
+        name = next(iter(older))
+        raise ApiError(400, f"{name}: got one beside structured_outputs, which is its newer form; give one of them", param=name)
+    others = {name: value for name, value in values.items() if name not in _OLDER_NAMES}
+    return others | {"structured_outputs": {name.removeprefix(OLDER): value for name, value in older.items()}} if older else others
+
+
+_OLDER_NAMES = frozenset(f"{OLDER}{name}" for name in ("json", "regex", "choice", "grammar"))
