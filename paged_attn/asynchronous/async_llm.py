@@ -254,7 +254,8 @@ class AsyncLLM:
     async def _complete(self, prompts: Any, params: Any, lora: Loras, namespace: Any, priority: int, tell: Tell | None) -> list[Completion]:
         engine, texts, client = *self._ready(), object()
         listed = as_list(prompts)
-        taken = params_of_each(params, len(listed), engine.default_params, engine.tokenizer is not None, tell is not None)
+        ends = engine.limits.eos_token_ids
+        taken = params_of_each(params, len(listed), engine.default_params, ends, engine.tokenizer is not None, tell is not None)
         loras = loras_of_each(lora, len(listed))
 
         async def one(index: int) -> list[Completion]:
@@ -275,7 +276,8 @@ class AsyncLLM:
     ) -> list[ChatCompletion]:
         engine, texts, client = *self._ready(), object()
         conversations = listed_conversations(messages)
-        taken = params_of_each(params, len(conversations), engine.default_params, engine.tokenizer is not None, tell is not None)
+        ends = engine.limits.eos_token_ids
+        taken = params_of_each(params, len(conversations), engine.default_params, ends, engine.tokenizer is not None, tell is not None)
         loras = loras_of_each(lora, len(conversations))
         requests = [ChatRequest(conversation, **settings) for conversation in conversations]
 

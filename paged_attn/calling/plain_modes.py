@@ -1,7 +1,9 @@
-"""The modes of the thread that calls us: gradients, inference mode and autocast, none of which may reach what an engine keeps or computes.
+"""The modes of the thread that calls us: gradients, inference mode, autocast and a default device, none of which may reach what an engine
+keeps or computes.
 
 A tensor made in inference mode cannot be written outside of it. Under autocast a model computes in other dtypes than it was proved in,
-and keeps K and V in others than the pool has; graphs that were captured without it would not follow.
+and keeps K and V in others than the pool has; graphs that were captured without it would not follow. What we make without a device lies
+on the host, and so does what a model makes.
 """
 
 from __future__ import annotations
@@ -25,10 +27,17 @@ def autocasts() -> bool:
     return any(map(torch.is_autocast_enabled, _DEVICES))
 
 
+def _has_default_device() -> bool:
+    """Whether tensors that say no device lie elsewhere than on the host; to ask for the device alone takes 6 us."""
+    return torch._C._len_torch_function_stack() > 0 and torch.get_default_device().type != "cpu"
+
+
 @contextmanager
 def plain_modes() -> Iterator[None]:
-    """Inside, there is no inference mode and no autocast, and no gradients are recorded; afterwards all is as before."""
+    """Inside, there is no inference mode, no autocast and no default device, and no gradients are recorded; afterwards all is as before."""
     with ExitStack() as modes:
+        if _has_default_device():
+            modes.enter_context(torch.device("cpu"))
         if torch.is_inference_mode_enabled():
             modes.enter_context(torch.inference_mode(False))
         for device in _DEVICES:
@@ -44,7 +53,7 @@ def in_plain_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not (torch.is_inference_mode_enabled() or autocasts()):
+        if not (torch.is_inference_mode_enabled() or autocasts() or _has_default_device()):
             return function(*args, **kwargs)
         with plain_modes():
             return function(*args, **kwargs)

@@ -38,7 +38,7 @@ from paged_attn.engine.requests.pooled_rows import PooledRows
 from paged_attn.engine.requests.pooling_params import PoolingParams
 from paged_attn.engine.requests.request import NO_SCORES, Request
 from paged_attn.engine.requests.token_events import TokenEvents
-from paged_attn.engine.runners.model_watch import STEPS_BETWEEN, ModelWatch
+from paged_attn.engine.runners.model_watch import STEPS_BETWEEN, ModelWatch, model_changed
 from paged_attn.engine.sampling.prompt_scores import PromptScores, score_rows
 from paged_attn.engine.sampling.sampler import Sampler
 from paged_attn.engine.sampling.sampler_output import SamplerOutput
@@ -105,7 +105,7 @@ class Engine:
             refuse_for_pooling(self.runner, self.pooler, self.config)
         limits = ModelLimits.of(model, self.runner.max_positions, self.runner.length_borders, self.runner.token_ids)
         limits = limits.within(self.config.max_model_len)
-        defaults = default_params(model) if self.config.generation_config == "auto" else SamplingParams()
+        defaults = default_params(model, limits.eos_token_ids) if self.config.generation_config == "auto" else SamplingParams()
         if cuda and given.max_batch_tokens is None:
             self.config = self.config.with_(max_batch_tokens=step_tokens_on_gpu(self.config, self.runner))
         if (rows := self.runner.max_rows) is not None and rows < self.config.step_tokens:
@@ -382,6 +382,8 @@ class Engine:
             ModelChangedError: it is no longer what the engine runs.
         """
         if self.watch is not None:
+            if self.pooler is not None and not self.pooler.has_its_body:
+                raise model_changed(["its base_model was replaced"], "and the engine goes on with what was there before")
             self._is_stale |= self.watch.look()
             self._steps_since_look, self._look_is_due = 0, False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from paged_attn.engine.sampling_params import SamplingParams
@@ -25,9 +25,12 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 logger = logging.getLogger("paged_attn")
 
 
-def default_params(model: Any) -> SamplingParams:
+def default_params(model: Any, ends: Collection[int] = ()) -> SamplingParams:
     """What the model's own generation_config states for every request: nothing if it has none. How tokens are drawn is taken from it only
     if it says do_sample, as in `generate`. What it asks for and is not served is told in a warning.
+
+    Args:
+        ends: what the model ends an answer with.
 
     Raises:
         ValueError: it holds a value that no request may have.
@@ -35,7 +38,7 @@ def default_params(model: Any) -> SamplingParams:
     config = getattr(model, "generation_config", None)
     if config is None:
         return SamplingParams()
-    stated = _stated(config, bool(getattr(config, "do_sample", None)), 1.0)
+    stated = _stated(config, bool(getattr(config, "do_sample", None)), 1.0, ends)
     stated.pop("num_return_sequences", None)  # how many answers somebody gets is for them to say
     if others := _not_served(config):
         logger.warning("the model's generation_config asks for %s, which is not served and left out", ", ".join(others))
@@ -45,11 +48,12 @@ def default_params(model: Any) -> SamplingParams:
         raise ValueError(f"the model's generation_config: {error}; generation_config='ours' takes nothing from it") from error
 
 
-def as_params(given: Any, defaults: SamplingParams) -> SamplingParams:
+def as_params(given: Any, defaults: SamplingParams, ends: Collection[int] = ()) -> SamplingParams:
     """`SamplingParams` as they are; of a `GenerationConfig` what it states means what it means to `generate`.
 
     Args:
         defaults: of the model, which say whether it samples where the config does not.
+        ends: what the model ends an answer with where the config does not say.
 
     Raises:
         TypeError: it is neither.
@@ -66,19 +70,28 @@ def as_params(given: Any, defaults: SamplingParams) -> SamplingParams:
     if getattr(config, "max_length", None) is not None and config.max_new_tokens is None:
         raise ValueError(f"the GenerationConfig has max_length={config.max_length}, which counts the prompt, too; give max_new_tokens")
     samples = not defaults.is_greedy if config.do_sample is None else config.do_sample
-    stated = _stated(config, samples, 1.0 if defaults.is_greedy else defaults.temperature)
+    own: dict[str, Any] = {}
+    if config.eos_token_id is not None:  # in place of the model's own
+        ends = end_tokens(config.eos_token_id)
+        own = {"stop_token_ids": ends, "ignore_eos": True}
+    stated = _stated(config, samples, 1.0 if defaults.is_greedy else defaults.temperature, ends)
     if not samples:
         stated["temperature"] = 0.0
-    if (end := config.eos_token_id) is not None:  # in place of the model's own
-        ends = end.tolist() if hasattr(end, "tolist") else end  # a tensor of one or more
-        stated |= {"stop_token_ids": tuple(ends) if isinstance(ends, (list, tuple)) else (int(ends),), "ignore_eos": True}
-    return SamplingParams(**stated)
+    return SamplingParams(**stated, **own)
 
 
-def _stated(config: Any, samples: bool, temperature: float) -> dict[str, Any]:
-    """What it says of sampling; `temperature`: where it says none."""
+def end_tokens(eos_token_id: Any) -> tuple[int, ...]:
+    """What an `eos_token_id` holds: None, a number, or a list or tensor of some."""
+    ends = eos_token_id.tolist() if hasattr(eos_token_id, "tolist") else eos_token_id
+    return () if ends is None else tuple(map(int, ends)) if isinstance(ends, (list, tuple)) else (int(ends),)
+
+
+def _stated(config: Any, samples: bool, temperature: float, ends: Collection[int]) -> dict[str, Any]:
+    """What it says of sampling; `temperature`: where it says none. To transformers an end token alone is no bad word."""
     names = (*ALWAYS, *DRAWN) if samples else ALWAYS
     stated = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+    if "bad_words_ids" in stated:
+        stated["bad_words_ids"] = [word for word in stated["bad_words_ids"] if len(word) != 1 or word[0] not in ends]
     if forbidden := getattr(config, "suppress_tokens", None):
         stated["bad_words_ids"] = [*stated.get("bad_words_ids", ()), *([token] for token in forbidden)]
     return {"temperature": temperature, **stated} if samples else stated

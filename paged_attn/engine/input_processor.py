@@ -117,11 +117,20 @@ class InputProcessor:
         return request
 
     def _with_types(self, ids: list[int], types: Sequence[int] | None) -> list[int]:
-        """Ids as a `Body` reads them."""
-        if types is None or not any(types):
+        """Ids as a `Body` reads them; types that it does not read, though the tokenizer tells them, count for nothing.
+
+        Raises:
+            ValueError: a type that the model does not have.
+        """
+        vocab, num_types = self.limits.vocab_size, self.limits.num_types
+        if types is None or not any(types) or num_types == 1:
             return list(ids)
-        vocab = self.limits.vocab_size
         assert vocab is not None and len(types) == len(ids)
+        if not 0 <= min(types) <= max(types) < num_types:
+            wrong = next(kind for kind in types if not 0 <= kind < num_types)
+            raise ValueError(
+                f"token_types: got {wrong}; allowed: 0 to {num_types - 1}, the token types of this model; set its tokenizer right"
+            )
         return [token + vocab * kind for token, kind in zip(ids, types, strict=True)]
 
     def _check_fits(self, prompt: int, new: int) -> None:

@@ -168,6 +168,20 @@ def test_a_cross_encoder_scores_and_ranks(cross_encoder: Path) -> None:
             running.wait_idle()
 
 
+def test_token_types_that_the_model_does_not_read_count_for_nothing(cross_encoder: Path) -> None:
+    """Tokenizers tell them whatever the model is; types that it does not have are refused where it reads them."""
+    model, own = classifier("qwen3", 1), AutoTokenizer.from_pretrained(cross_encoder)
+    pair = own("She had", "never")
+    assert set(pair.token_type_ids) == {0, 1}
+    with LLM(model, tokenizer=own, **SETTINGS) as llm:
+        (output,) = llm.score("She had", "never")
+        assert output.outputs.score == pytest.approx(float(own_logits(model, pair.input_ids).sigmoid()), abs=1e-5)
+    own.backend_tokenizer.post_processor = TemplateProcessing(single="! $A #", pair="! $A # $B:2 #:1", special_tokens=[("!", 2), ("#", 4)])
+    with LLM(classifier("bert", 1), tokenizer=own, **SETTINGS) as llm:
+        with pytest.raises(ValueError, match="token_types: got 2; allowed: 0 to 1, the token types of this model"):
+            llm.score("She had", "never")
+
+
 def test_an_async_llm_does_so_too(cross_encoder: Path, body: Any) -> None:
     async def embeds() -> None:
         async with AsyncLLM(DEMO, task="embed", device="cpu", dtype=torch.float32, num_pages=256) as llm:

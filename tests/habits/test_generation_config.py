@@ -106,6 +106,20 @@ def test_a_generation_config_in_place_of_params(overlap: bool) -> None:
             new_tokens(llm, {"temperature": 1})
 
 
+def test_an_end_token_is_no_bad_word_as_in_generate() -> None:
+    end, words = oracle(PROMPT, 12)[4], [[oracle(PROMPT, 12)[4]], [oracle(PROMPT, 12)[1], 7]]
+    config = GenerationConfig(max_new_tokens=12, eos_token_id=[end], bad_words_ids=words)
+    expected = tiny().generate(torch.tensor([PROMPT]), generation_config=config)[0, 3:].tolist()
+    assert expected[-1] == end and len(expected) < 12
+    with llm_of({"eos_token_id": end, "bad_words_ids": words}) as llm:
+        assert new_tokens(llm, SamplingParams(max_new_tokens=12)) == expected
+    with llm_of({"eos_token_id": end}) as llm:
+        assert new_tokens(llm, GenerationConfig(max_new_tokens=12, bad_words_ids=words)) == expected
+        assert end not in new_tokens(llm, SamplingParams(max_new_tokens=12, bad_words=words)), "what a request asks for itself it gets"
+    with llm_of({}) as llm:
+        assert new_tokens(llm, config) == expected
+
+
 def test_a_generation_config_that_does_not_say_samples_where_the_model_does() -> None:
     with llm_of(LLAMA3) as llm:
         drawn = [new_tokens(llm, GenerationConfig(max_new_tokens=8)) for _ in range(6)]

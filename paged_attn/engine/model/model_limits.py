@@ -12,6 +12,7 @@ import numpy as np
 
 from paged_attn.calling.body import Body
 from paged_attn.calling.call_signature import input_embeddings
+from paged_attn.engine.generation_config import end_tokens
 from paged_attn.engine.model.model_output import TokenIds
 from paged_attn.passes.fx.model_facts import max_positions, text_config
 from paged_attn.shown import shown
@@ -26,6 +27,7 @@ class ModelLimits:
         length_borders: see `Runner`.
         num_logits: ids below it can be chosen; a padded table has more.
         bounded: `max_positions` are those of the setting `max_model_len`.
+        num_types: token types below it are told from each other; 1: none are.
     """
 
     vocab_size: int | None
@@ -34,6 +36,7 @@ class ModelLimits:
     length_borders: tuple[int, ...] = ()
     num_logits: int | None = None
     bounded: bool = False
+    num_types: int = 1
 
     @classmethod
     def of(cls, model: Any, positions: int | None = None, borders: tuple[int, ...] = (), ids: TokenIds | None = None) -> ModelLimits:
@@ -46,14 +49,13 @@ class ModelLimits:
         text = text_config(model)
         if isinstance(model, Body):
             limits = [limit for limit in (model.longest, positions) if limit is not None]
-            return cls(model.vocab_size, min(limits, default=None), frozenset(), borders)
+            return cls(model.vocab_size, min(limits, default=None), frozenset(), borders, num_types=model.num_types)
         read, chosen = (None, None) if ids is None else (ids.read, ids.chosen)
         vocab = getattr(input_embeddings(model), "num_embeddings", None) or getattr(text, "vocab_size", None) or read
         eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         eos = eos if eos is not None else getattr(text, "eos_token_id", None)
-        ends = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
         longest = max_positions(model) if positions is None else positions
-        return cls(vocab, longest, frozenset(int(end) for end in ends), borders, chosen)
+        return cls(vocab, longest, frozenset(end_tokens(eos)), borders, chosen)
 
     def within(self, longest: int | None) -> ModelLimits:
         """The same with no more positions than `max_model_len`; raises ValueError if the model has fewer."""

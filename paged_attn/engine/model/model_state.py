@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from paged_attn.calling.hf_configs import attention_configs
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 # Training among them, which no engine follows, and what is kept with a model or calls it, and is not part of it.
 _NOT_LOOKED_AT = frozenset(vars(nn.Module())) | {"_output_capturing_hooks_installed", "_compiled_call_impl", "_paged_attn_engine"}
 _RECORDING = "transformers.utils.output_capturing"  # hooks of this module do nothing unless a caller asks for what they record
@@ -32,7 +33,7 @@ class Difference:
 
     Attributes:
         replaced: submodules, parameters and hooks that are others than they were, or parameters of another dtype, shape or device.
-        altered: attributes, buffers and classes.
+        altered: attributes, buffers, classes and hooks on all modules.
         moved: parameters and buffers that lie at another address.
         written: something was written into a parameter or buffer.
     """
@@ -65,6 +66,7 @@ class ModelState:
         self._hooks = _Entries((path, vars(module)[name]) for path, module in modules.items() for name in _HOOKS)
         owners: list[tuple[str, dict[str, Any]]] = [(path, vars(module)) for path, module in modules.items()]  # type: ignore[misc]
         owners += [(type(config).__name__, vars(config)) for config in attention_configs(model)]
+        self._global_hooks = _Entries(("", getattr(nn.modules.module, name)) for name in _GLOBAL_HOOKS)
         self._attributes = _Attributes(owners)
         tensors = [*self._parameters.values(), *self._buffers.values()]
         self._names = [*self._parameters.names(), *self._buffers.names()]
@@ -111,6 +113,7 @@ class ModelState:
         """What differs from now; None if nothing does."""
         same = (
             self._children.same() and self._parameters.same() and self._buffers.same() and self._hooks.same() and self._attributes.same()
+            and self._global_hooks.same()
             and all(map(is_, map(type, self._modules), self._types)) and all(kind.forward is f for kind, f in self._forwards.items())
             and not self._was_trained and _versions(self._with_versions) == self._versions
             and list(map(Tensor.data_ptr, self._listed)) == self._pointers
@@ -122,6 +125,7 @@ class ModelState:
         found.replaced += [f"the parameter {name} was replaced" for name in self._parameters.changed()]
         found.replaced += [f"a hook of {name.rpartition('.')[0] or 'the model'} came or went" for name in self._hooks.changed(_is_inert)]
         found.altered += [f"the buffer {name} was replaced" for name in self._buffers.changed()] + self._attributes.changed()
+        found.altered += ["a hook on all modules came or went" for _ in self._global_hooks.changed(_is_inert)[:1]]
         for path, module, kind in zip(self._paths, self._modules, self._types, strict=True):
             if type(module) is not kind:
                 found.altered.append(f"{path or 'the model'} was a {kind.__name__} and is a {type(module).__name__}")

@@ -12,6 +12,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.calling.body import Body
 from paged_attn.calling.evaluating import as_served, evaluating
+from paged_attn.calling.plain_modes import plain_modes
 from paged_attn.engine.requests.pooling_params import KINDS, PoolingKind
 from paged_attn.passes.fx.model_facts import model_device, model_dtype
 from paged_attn.tolerances import logits_apart
@@ -23,7 +24,8 @@ class Head:
     """What a classifier computes behind its body.
 
     Args:
-        model: with a body `base_model`; its weights are the head's, and nothing of it is changed.
+        model: with a body `base_model`; its other modules are the head's, those that it has when they are called, and nothing of it is
+            changed.
 
     Attributes:
         pooling: which row the head takes.
@@ -35,8 +37,7 @@ class Head:
     def __init__(self, model: Any, body: Body) -> None:
         self._of_body = body.body
         self._given = _Given(body.body)
-        self._clone = copy.copy(model)
-        self._clone._modules = {name: self._given if part is body.body else part for name, part in model._modules.items()}
+        self._model, self._clone = model, copy.copy(model)
         padding = getattr(model.config.get_text_config(), "pad_token_id", None)
         self.padding_id: int | None = padding
         self._is_single = padding is None  # transformers' own heads then refuse batches
@@ -48,7 +49,8 @@ class Head:
         """rows [N, W], pooled -> logits [N, labels] float32, on the CPU."""
         device, dtype = model_device(self._of_body), model_dtype(self._of_body)
         parts = rows.to(device, dtype)[:, None].split(1 if self._is_single else max(len(rows), 1))
-        with evaluating(self._clone):
+        self._clone._modules = {name: self._given if part is self._of_body else part for name, part in self._model._modules.items()}
+        with plain_modes(), evaluating(self._clone):
             return torch.cat([self._clone(inputs_embeds=part).logits.float() for part in parts]).cpu()
 
     def _find_pooling(self, model: Any, body: Body) -> PoolingKind:

@@ -26,12 +26,13 @@ class Pooler:
     """One model.
 
     Attributes:
-        body: what the engine runs.
+        model: as it was given; body: what the engine runs of it.
         head: of a classifier; None for a model that embeds.
         defaults: how it embeds unless a caller says otherwise; `pooling` None: "last" for a causal model, else "mean".
         labels: the names of a classifier's logits, in order.
     """
 
+    model: nn.Module
     body: Body
     head: Head | None = None
     defaults: EmbeddingDefaults = AS_USUAL
@@ -46,11 +47,16 @@ class Pooler:
         """
         body = Body(model)
         if task == "embed":
-            return cls(body, None, defaults or AS_USUAL)
+            return cls(model, body, None, defaults or AS_USUAL)
         if not hasattr(model.config, "id2label"):
             raise UnsupportedError(f"{type(model).__name__} has no labels: it is no classifier. LLM(model, task='embed') embeds")
         labels: dict[int, str] = model.config.id2label  # type: ignore[assignment]
-        return cls(body, Head(model, body), labels=tuple(labels[index] for index in sorted(labels)))
+        return cls(model, body, Head(model, body), labels=tuple(labels[index] for index in sorted(labels)))
+
+    @property
+    def has_its_body(self) -> bool:
+        """Whether the model still has the body that the engine runs."""
+        return getattr(self.model, "base_model", None) is self.body.body
 
     @property
     def some_id(self) -> int:

@@ -53,7 +53,7 @@ class ModelWatch:
         if found is None:
             return False
         if otherwise := self.runner.changed_attention(found):
-            raise _refusal(otherwise, "and attention goes on as it was proved from what was there before")
+            raise model_changed(otherwise, "and attention goes on as it was proved from what was there before")
         stale = found.written or bool(found.moved)
         if self.runner.follows_the_model and not self.captured:
             stale = stale or bool(found.replaced) or (bool(found.altered) and not self.runner.computes_the_same())
@@ -70,14 +70,15 @@ class ModelWatch:
         followed = [name for name in found.moved if not self.captured and self.runner.reads(name)]  # calls find them wherever they lie
         lasting = found.replaced + [f"{name} lies at another address" for name in found.moved if name not in followed]
         if lasting:
-            raise _refusal(lasting, "and the engine goes on with what was there before")
+            raise model_changed(lasting, "and the engine goes on with what was there before")
         if found.altered and not self.runner.computes_the_same():
-            raise _refusal(found.altered, "and the model gives other logits than the engine's graph of it")
+            raise model_changed(found.altered, "and the model gives other logits than the engine's graph of it")
         if found.altered:
             logger.info("changed, and the model gives the logits of its graph nevertheless: %s", _named(found.altered))
 
 
-def _refusal(changes: list[str], then: str) -> ModelChangedError:
+def model_changed(changes: list[str], then: str) -> ModelChangedError:
+    """What changed, in words that name it, and what follows."""
     return ModelChangedError(
         f"the model was changed under a live engine: {_named(changes)}, {then}. Change it back, or make a new LLM of the model "
         "as it is now, after llm.close(). Numbers written in place (load_state_dict, an optimizer's step) are followed, but for those that "

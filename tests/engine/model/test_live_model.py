@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
@@ -144,6 +145,13 @@ def hook(module: nn.Module) -> Iterator[None]:
     handle.remove()
 
 
+@contextmanager
+def global_hook(factor: float) -> Iterator[None]:
+    handle = register_module_forward_hook(lambda module, args, output: output * factor if isinstance(module, nn.Linear) else None)
+    yield
+    handle.remove()
+
+
 Change = Callable[[Any], Any]
 LAYER: Callable[[Any], Any] = lambda model: model.model.layers[1]  # noqa: E731
 CHANGES: dict[str, tuple[Change, str]] = {
@@ -168,6 +176,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda m: set_attribute(type(LAYER(m).mlp), "forward", lambda self, x: x),
         r"Qwen3MLP\.forward was replaced, and the model gives other logits",
     ),
+    "a hook on all modules": (lambda m: global_hook(1.2), r"a hook on all modules came or went, and the model gives other logits"),
 }
 
 
@@ -201,7 +210,8 @@ def test_changes_that_change_no_number_are_no_changes() -> None:
         LAYER(model).remark = "an attribute that nobody reads"
         model.config.use_cache = False
         model.requires_grad_(False)
-        again = llm.generate(PROMPTS, GREEDY)
+        with global_hook(1.0):
+            again = llm.generate(PROMPTS, GREEDY)
         assert again[3].cached_tokens == 32
         model(torch.tensor([PROMPTS[1]]), output_hidden_states=True)  # leaves hooks of transformers behind
         assert any(module._forward_hooks for module in model.modules())

@@ -1,4 +1,4 @@
-"""What mode the caller is in (inference mode, autocast) and which outputs a config asks for besides logits changes no token."""
+"""What mode the caller is in (inference mode, autocast, a default device) and what a config puts out besides logits changes no token."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ def autocast() -> AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
+def default_device() -> AbstractContextManager[object]:
+    return torch.device("meta")
+
+
 def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [completion.token_ids for completion in llm.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, autocast])
+@pytest.mark.parametrize("mode", [torch.inference_mode, autocast, default_device])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_an_engine_that_is_made_and_used_in_a_mode_and_outside_of_it(
     mode: Callable[[], AbstractContextManager[object]], compiled: bool

@@ -51,6 +51,22 @@ def test_classes_are_those_of_the_model_itself(name: str) -> None:
             torch.testing.assert_close(torch.tensor(output.outputs.probs), expected.softmax(-1), **TOLERANCE)
 
 
+def test_a_classifier_with_another_head_or_another_body_and_under_autocast() -> None:
+    model = copy.deepcopy(classifier("qwen3"))
+    body = model.model
+    with LLM(model, **SETTINGS) as llm:
+        model.score = torch.nn.Linear(body.config.hidden_size, 3, bias=False)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = llm.classify(EDGES)
+        for prompt, output in zip(EDGES, outputs, strict=True):
+            torch.testing.assert_close(torch.tensor(output.outputs.logits), own_logits(model, prompt), **TOLERANCE)
+        model.model = copy.deepcopy(body)
+        with pytest.raises(UnsupportedError, match="its base_model was replaced, and the engine goes on with what was there before"):
+            llm.classify(EDGES[:1])
+        model.model = body
+        assert llm.classify(EDGES[:1])[0].outputs.logits == pytest.approx(outputs[0].outputs.logits, abs=1e-5)
+
+
 @pytest.mark.slow
 def test_preempted_texts_give_the_same_mean() -> None:
     """A pool that holds no two of them whole: parts of a mean are computed again."""

@@ -21,7 +21,7 @@ def test_limits_come_from_the_models_config(name: str) -> None:
     assert ModelLimits.of(build(name)) == LIMITS
 
 
-@pytest.mark.parametrize(("eos", "expected"), [(7, {7}), ([7, 9], {7, 9}), (None, set())])
+@pytest.mark.parametrize(("eos", "expected"), [(7, {7}), ([7, 9], {7, 9}), (torch.tensor([7, 9]), {7, 9}), (None, set())])
 def test_end_tokens_come_from_the_generation_config(eos, expected: set[int]) -> None:
     model = build("qwen3")
     model.generation_config.eos_token_id = eos
