@@ -16,7 +16,7 @@ from paged_attn.passes.find.attention_site import AttentionSite
 from paged_attn.passes.find.latent import LatentFinder
 from paged_attn.passes.fx.call_form import CallNotPaged
 from paged_attn.passes.fx.constants import specialise_numbers
-from paged_attn.passes.fx.graph_tools import remove_dead_code, shape_of
+from paged_attn.passes.fx.graph_tools import name_of, remove_dead_code, shape_of
 from paged_attn.passes.optimize.complex_as_real import complex_as_real
 from paged_attn.passes.optimize.dense_experts import replace_dense_experts
 from paged_attn.passes.optimize.linears.float32_products import use_linear_float32
@@ -34,6 +34,8 @@ from paged_attn.passes.prove.score_subgraph import Recomputable
 from paged_attn.passes.replace_layers import pool_dtype, replace_layers
 from paged_attn.passes.report import Facts, GraphPass
 
+_OF_MULTIHEAD_ATTENTION = {"multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd"}
+
 
 def _find(graph: fx.Graph, facts: Facts) -> str:
     facts.sites = find_attention(graph, facts.form)
@@ -45,6 +47,11 @@ def _find(graph: fx.Graph, facts: Facts) -> str:
             "the model has no attention that paged_attn can see: there is no KV to page, and nothing shows what a row of its logits takes "
             "from other tokens of a batch"
         )
+        if any(name_of(node) in _OF_MULTIHEAD_ATTENTION for node in graph.nodes):
+            none = (
+                "its attention is nn.MultiheadAttention, which a bare torch.compile takes for one operation. LLM(model) opens it and "
+                "serves the model; or write F.scaled_dot_product_attention in its place"
+            )
         # A part of a broken graph has no positions.
         raise UnsupportedError(none) if facts.form.positions is not None else CallNotPaged(none)
     return f"{len(facts.sites)} attentions"

@@ -24,6 +24,7 @@ from paged_attn.passes.replace.equal_heads import has_equal_heads
 from paged_attn.passes.replace.kv_heads import KVSource, as_received, is_written, kv_source
 from paged_attn.passes.replace.latent import replace_latent
 from paged_attn.passes.replace.operand_layout import Operand, operand_of
+from paged_attn.passes.replace.scaled_query import with_scaled_query
 from paged_attn.passes.report import Facts, LayerReport
 
 RECOMPUTED = "recomputed from each request's history; no later token changes an earlier row"
@@ -57,6 +58,8 @@ def replace_layers(graph: fx.Graph, facts: Facts) -> str:
             spec, op, replaced[found.node] = replace_dual_chunk(site, queries, key, value, proof, layer_id, dtype)
             evidence, declared = proof.evidence, proof.declared
         else:
+            if proof.function.by_head is not None:
+                site = with_scaled_query(site, proof.function.by_head, layer_id, proof.device)
             key, value = _keys_and_values(site, form, values)
             owner = owners.get((key, value))
             if owner is not None and is_written({key.base, value.base}, owner[1], site.node):

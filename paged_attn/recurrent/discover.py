@@ -170,7 +170,19 @@ def _states(changed: set[Path], short: Watched, long: Watched) -> list[Path]:
     """Paths of tensors among these that have one shape for both lengths."""
     few, many = leaves_of(short.cache), leaves_of(long.cache)
     written = [path for path in changed if isinstance(many.get(path), Tensor) and isinstance(few.get(path), Tensor)]
+    written = [path for path in written if not _of_window(path, long.cache)]
     return sorted((path for path in written if many[path].shape == few[path].shape and many[path].dim() > 0), key=str)
+
+
+def _of_window(path: Path, cache: Any) -> bool:
+    """Whether keys or values of a sliding window lie there, which are as many after SHORT tokens as after LONG if it is short."""
+    *way, (_, name) = path
+    if name not in ("keys", "values"):
+        return False
+    value = cache
+    for kind, key in way:
+        value = getattr(value, key) if kind == "attribute" else value[key]
+    return bool(getattr(value, "is_sliding", False))
 
 
 def _growing(call: Call, short: Watched, long: Watched) -> list[str]:

@@ -31,6 +31,7 @@ class WrittenScores:
         weights: [lead.., T, T].
         output: the product of weights and values; the graph's attention output before the rewrite.
         lse: the log-sum-exp of the scores [lead.., T], where the graph uses it besides (sinks applied to the output), or None.
+        of_weights: no softmax makes the weights: `scores` are their logarithm, and what they lack of 1 as a last column.
     """
 
     products: fx.Node
@@ -39,6 +40,7 @@ class WrittenScores:
     weights: fx.Node
     output: fx.Node
     lse: fx.Node | None = None
+    of_weights: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import string
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +141,31 @@ def weighted_sums(softmax: fx.Node, num_tokens: Any) -> list[Product]:
             elif token_dims(user, num_tokens) >= 2:
                 pending.append(user)
     return list(found.values())
+
+
+def other_uses(weights: fx.Node, known: Collection[fx.Node], num_tokens: Any) -> list[fx.Node]:
+    """What is made of weights, with one row for each token, and goes into the graph's output besides `known`."""
+    found, pending, seen = [], [weights], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if token_dims(user, num_tokens) >= 2:
+                pending += [user] if user not in seen else []
+                seen.add(user)
+            elif user not in known and token_dims(user, num_tokens) == 1 and _reaches_output(user):
+                found.append(user)
+    return found
+
+
+def _reaches_output(node: fx.Node) -> bool:
+    pending, seen = [node], {node}
+    while pending:
+        users = pending.pop().users.keys() - seen
+        if any(user.op == "output" for user in users):
+            return True
+        seen |= users
+        pending += users
+    return False
 
 
 def split_baddbmm(graph: fx.Graph) -> None:

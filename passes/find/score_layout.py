@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from paged_attn.passes.find.products import Product, score_products, weighted_sums
+from paged_attn.passes.find.products import Product, product_of, score_products, weighted_sums
 from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, shape_of, symbol, token_dims
 
 
@@ -39,9 +39,9 @@ def bring_to_layout(softmax: fx.Node, num_tokens: Any) -> fx.Node:
     if not products or not outputs:
         return softmax
     for product in products:
-        _relabel(product, product.left_labels, product.labels)
+        relabel(product, product.left_labels, product.labels)
     for product in outputs:
-        _relabel(product, product.lead + product.row + product.inner, product.layout)
+        relabel(product, product.lead + product.row + product.inner, product.layout)
     order = [*(axis for axis in range(rank) if axis not in axes), *axes]
     given = {name: value for name, value in softmax.kwargs.items() if name not in ("input", "dim")}
     with softmax.graph.inserting_before(softmax):
@@ -55,7 +55,7 @@ def bring_to_layout(softmax: fx.Node, num_tokens: Any) -> fx.Node:
     return new
 
 
-def _relabel(product: Product, left_labels: str, layout: str) -> None:
+def relabel(product: Product, left_labels: str, layout: str) -> Product:
     """Compute a product from its left factor, and into a result, with these labels; what uses it gets the layout that it had."""
     graph, node, left = product.node.graph, product.node, product.left
     with graph.inserting_before(node):
@@ -70,6 +70,9 @@ def _relabel(product: Product, left_labels: str, layout: str) -> None:
     result.meta["original_name"] = node.meta.get("original_name", node.name)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+    relabelled = product_of(new)
+    assert relabelled is not None
+    return relabelled
 
 
 def _inverse(order: Sequence[int]) -> list[int]:

@@ -19,8 +19,9 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores, attention_stand_in, module_path
 from paged_attn.passes.find.decompose_flex import decompose_flex
 from paged_attn.passes.find.dual_chunk import find_dual_chunk
-from paged_attn.passes.find.products import Product, score_products, split_baddbmm, weighted_sums
+from paged_attn.passes.find.products import Product, other_uses, score_products, split_baddbmm, weighted_sums
 from paged_attn.passes.find.score_layout import bring_to_layout, token_axes
+from paged_attn.passes.find.weights_as_softmax import softmaxes_of_weights
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, move_before, op_name, shape_of, symbol
 
@@ -43,11 +44,11 @@ def find_softmax(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
         return []
     decompose_flex(graph)
     softmaxes = [node for node in graph.nodes if is_softmax(node) and token_axes(node, form.num_tokens) is not None]
-    if softmaxes:
-        split_baddbmm(graph)
+    split_baddbmm(graph)
     softmaxes = [bring_to_layout(node, form.num_tokens) for node in softmaxes]
+    of_weights = softmaxes_of_weights(graph, set(softmaxes), form.num_tokens)
     sites, taken = find_dual_chunk(softmaxes, form)
-    return [*sites, *(_site(node, form) for node in softmaxes if node not in taken)]
+    return [*sites, *(_site(node, form, of_weights.get(node)) for node in (*softmaxes, *of_weights) if node not in taken)]
 
 
 def is_softmax(node: fx.Node) -> bool:
@@ -72,6 +73,7 @@ class _Walk:
 
     softmax: fx.Node
     form: CallForm
+    of_weights: Product | None  # with values, if the softmax stands for weights and is none of the model's
 
     @property
     def where(self) -> str:
@@ -105,9 +107,12 @@ class _Walk:
 
     def weighted_sum(self) -> Product:
         """The product of the weights with v."""
-        found = weighted_sums(self.softmax, self.form.num_tokens)
+        found = [self.of_weights] if self.of_weights else weighted_sums(self.softmax, self.form.num_tokens)
         if len(found) != 1:
             raise self.refusal(f"its weights are multiplied with values in {len(found)} places; known is one")
+        weights = self.of_weights.left if self.of_weights else self.softmax
+        if others := other_uses(weights, {found[0].node}, self.form.num_tokens):
+            raise self.refusal(f"its weights go into {others[0].name}, too, and not only into a product with values")
         return found[0]
 
     def log_sum_exp(self) -> fx.Node | None:
@@ -120,8 +125,8 @@ class _Walk:
         return users[0] if users else None
 
 
-def _site(softmax: fx.Node, form: CallForm) -> AttentionSite:
-    walk = _Walk(softmax, form)
+def _site(softmax: fx.Node, form: CallForm, of_weights: Product | None) -> AttentionSite:
+    walk = _Walk(softmax, form, of_weights)
     products, output = walk.products(), walk.weighted_sum()
     try:
         heads = {products.num_heads, output.num_heads}
@@ -150,7 +155,9 @@ def _site(softmax: fx.Node, form: CallForm) -> AttentionSite:
     stand_in.meta["nn_module_stack"] = softmax.meta.get("nn_module_stack")
     result = output.emit_result(stand_in, before)
     output.node.replace_all_uses_with(result)
-    scores = WrittenScores(products.node, walk.scores(), softmax, output.left, output.node, lse)
+    scores = WrittenScores(products.node, walk.scores(), softmax, output.left, output.node, lse, of_weights is not None)
     original = output.node.meta.get("original_name", output.node.name)
-    found_by = "softmax" if original == output.node.name else "flex_attention"
+    found_by = "flex_attention" if original != output.node.name else "softmax"
+    if of_weights is not None:
+        found_by = "weights without a softmax"
     return AttentionSite(stand_in, query, key, value, scores, found_by, original, output.to_canonical)

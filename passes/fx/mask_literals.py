@@ -42,8 +42,12 @@ def scaled_numbers(nodes: list[fx.Node]) -> list[int]:
     return sorted({size for node, value in arguments if (size := scaled_number(node, value)) is not None})
 
 
-def hidden_numbers(nodes: list[fx.Node], owned: dict[fx.Node, Tensor]) -> list[str]:
-    """Words for each large number that no probe can show: in an unknown operation, nested, fractional, or in a small tensor."""
+def hidden_numbers(nodes: list[fx.Node], owned: dict[fx.Node, Tensor], shown: int = LARGEST_SHOWN) -> list[str]:
+    """Words for each large number that no probe can show: in an unknown operation, nested, fractional, or in a small tensor.
+
+    Args:
+        shown: a factor of 1 / shown or more shows on the probes as it is.
+    """
     found = []
     for node in nodes:
         for value in owned[node].flatten().tolist() if node in owned and owned[node].numel() <= SMALL_TENSOR else ():
@@ -53,7 +57,7 @@ def hidden_numbers(nodes: list[fx.Node], owned: dict[fx.Node, Tensor]) -> list[s
         for value in _numbers(direct):
             is_scaled = any(value is d for d in direct) and scaled_number(node, value) is not None
             is_power = op_name(node) in _POWERS and abs(value) > 4
-            is_reciprocal = type(value) is float and 1 / NO_LIMIT < abs(value) < 1 / LARGEST_SHOWN
+            is_reciprocal = type(value) is float and 1 / NO_LIMIT < abs(value) < 1 / shown
             if is_power or is_reciprocal or (_is_large(value) and not is_scaled and not _is_harmless(node, value)):
                 found.append(f"{value:g} in {op_name(node)}")
     return list(dict.fromkeys(found))

@@ -79,6 +79,7 @@ def _check_scores(site: AttentionSite, proof: AttentionProof) -> None:
         "mask has chunks": family.chunk is not None,
         "scores have a softcap": function.softcap is not None,
         "scores have sinks": function.has_sinks,
+        "scores have a factor for each head": function.by_head is not None,
         "scores have a bias": proof.bias is not None,
         "log-sum-exp is used": isinstance(site.scores, WrittenScores) and site.scores.lse is not None,
     }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.fx.mask_literals import LARGEST_SHOWN, hidden_numbers
 from paged_attn.passes.prove.bias_family import BiasFamily, FloatArray, equals_bias, match_bias
 from paged_attn.passes.prove.mask_family import BoolMatrix, MaskFamily, draw, match_family, packed_variants
 from paged_attn.passes.prove.mask_probe import MaskProbe, Seen
@@ -141,13 +142,14 @@ def _direct_length(probe: MaskProbe, family: MaskFamily, max_positions: int | No
 def _explain_numbers(probe: MaskProbe, family: MaskFamily, direct: Seen) -> None:
     """Every large number in the mask must be its window or its chunk (or within 2 of it): what else it does, small probes may not show.
 
-    A bias has numbers of its own (T5's 128): those are shown by the direct probe, which is more than twice as long.
+    A bias has numbers of its own (T5's 128, ALiBi's 1/256): those are shown by the direct probe, which is more than twice as long.
     """
     limits = [limit for limit in (family.window, family.chunk, family.ahead) if limit is not None]
     shown = len(direct.visible) // 2 if direct.bias is not None else 0
     limits += probe.literals if probe.scales is LIMITS else []
     unexplained = [literal for literal in probe.literals if literal > shown and not any(abs(limit - literal) <= 2 for limit in limits)]
-    if strange := [f"{literal}" for literal in unexplained] + probe.hidden:
+    hidden = hidden_numbers(probe.about_positions, probe.owned, shown) if shown > LARGEST_SHOWN else probe.hidden
+    if strange := [f"{literal}" for literal in unexplained] + hidden:
         holds = f"its graph holds {', '.join(strange)}, which they cannot show to be harmless"
         raise _unexplained(probe, f"small probes say {family.describe()}, but {holds}")
 

@@ -24,12 +24,14 @@ from paged_attn.passes.fx.mask_literals import HIDES, hidden_numbers, scaled_num
 from paged_attn.passes.fx.slicing import ancestors, evaluate
 from paged_attn.passes.fx.token_data import counts_in_numbers
 from paged_attn.passes.prove.bias_family import FloatArray
-from paged_attn.passes.prove.score_subgraph import MixesHeads, needed_for_values, placeholder_value, score_path, zeros_for
+from paged_attn.passes.prove.score_subgraph import MixesHeads, OtherWeights, needed_for_values, placeholder_value, score_path, zeros_for
 
 TOKENS, MORE_TOKENS = 11, 609
 MOST_SCORES = 1 << 22  # numbers
 EXACT, ROUNDED = 2e-5, 2e-2  # of the largest value; ROUNDED where the graph computes scores or weights in 16 bits
 SATURATED = 1e7
+FAR, FAR_IN_LOGARITHMS = 50.0, 30.0  # the largest products, and scores where these are read off weights: exp() of more is 0 or infinite
+NOTHING = 4e-6  # of a row's weight
 HIDDEN = -1e30
 
 
@@ -41,6 +43,7 @@ class ScoreFunction:
         first_column: where the keys begin among the softmax's columns: 1 if a sink comes first.
         sinks: the node [heads] whose values are the sinks' logits, or None.
         constant_sinks: the logits [heads] themselves, where they are constants of the graph.
+        by_head: what the products of each head are multiplied with besides, where that differs (a learned temperature).
     """
 
     scale: float
@@ -48,6 +51,7 @@ class ScoreFunction:
     first_column: int = 0
     sinks: fx.Node | None = None
     constant_sinks: tuple[float, ...] | None = None
+    by_head: tuple[float, ...] | None = None
 
     @property
     def has_sinks(self) -> bool:
@@ -60,6 +64,7 @@ class ScoreFunction:
 
     def describe(self) -> str:
         words = [f"scale {self.scale:.4g}"]
+        words += [f"times {min(self.by_head):.4g} to {max(self.by_head):.4g} by head"] if self.by_head is not None else []
         words += [f"softcap {self.softcap:g}"] if self.softcap is not None else []
         words += ["sinks"] if self.has_sinks else []
         return ", ".join(words)
@@ -87,7 +92,8 @@ class ScoreRegion:
         assert isinstance(scores, WrittenScores)
         self.site, self.scores, self.form, self.values, self.tokens = site, scores, form, values, tokens
         self.stops, self.result = {scores.products}, scores.weights
-        self.nodes, self.shapes = needed_for_values(scores.weights, scores.output, self.stops)
+        last = scores.scores if scores.of_weights else scores.weights
+        self.nodes, self.shapes = needed_for_values(last, scores.output, self.stops)
         self.given: dict[fx.Node, Any] = {node: zeros_for(node, form, tokens) for node in self.shapes}
         for node in self.nodes:
             if node.op == "placeholder":
@@ -105,6 +111,8 @@ class ScoreRegion:
             UnsupportedError: the scores are no such function of q.k, the weights are not their softmax, or the sinks are not one logit a
                 head.
         """
+        if self.scores.of_weights and not self._softmax_gives_weights(0):
+            raise self.refusal("those of a query do not add up to 1, or some are below 0")
         self.check_heads()
         function = self.fit()
         self.check_numbers()
@@ -118,11 +126,11 @@ class ScoreRegion:
         further.check_scores(function)
         further.check_weights(function.first_column)
 
-    def run(self, products: Tensor, result: fx.Node) -> FloatArray:
-        """The value [heads, T, columns] of a node for these products, whose diagonals are set to zero."""
+    def run(self, products: Tensor, result: fx.Node, diagonal: float = 0.0) -> FloatArray:
+        """The value [heads, T, columns] of a node for these products, whose diagonals are set to zero, or to another number."""
         index = torch.arange(self.tokens)
         given = products.clone()
-        given[..., index, index] = 0.0
+        given[..., index, index] = diagonal
         device = next((v.device for v in self.given.values() if isinstance(v, Tensor)), torch.device("cpu"))
         value = self._evaluated(given.to(device), result)
         value = value.double().clamp(min=HIDDEN)  # -inf would leave NaN in differences
@@ -146,7 +154,7 @@ class ScoreRegion:
         changed = self.sample.clone().view(-1, self.tokens, self.tokens)
         changed[0] = -changed[0] + 1
         for result, what in ((self.scores.scores, "scores"), (self.scores.weights, "weights")):
-            before, after = (self.run(products.view(self.sample.shape), result)[1:] for products in (self.sample, changed))
+            before, after = (np.nan_to_num(self.run(each.view(self.sample.shape), result)[1:]) for each in (self.sample, changed))
             if before.shape == after.shape and not _close(before, after):
                 raise MixesHeads(
                     f"{self.site.where}: attention that is written out as a softmax cannot be proved: the {what} of a head are made from "
@@ -162,22 +170,39 @@ class ScoreRegion:
             raise self.refusal(f"its softmax has {extra} columns besides the tokens'; known are none and one sink")
         first = self._first_column() if extra else 0
         seen, moved = self._seen_and_moved(still, first)
+        by_head = self._by_head(still, first)
+        if by_head is not None:
+            seen, moved = self._seen_and_moved(still, first, by_head)
         softcap, scale = None, float((moved(1.0) * seen).sum() / (seen * seen).sum())
-        if not _close(scale * seen * 50, moved(50.0)):
+        far = FAR
+        if self.scores.of_weights:
+            far = min(far, FAR_IN_LOGARITHMS / max(float(np.abs(scale * seen).max()), 1e-6))
+        if not _close(scale * seen * far, moved(far)):
             softcap = float(np.abs(moved(SATURATED)).max())
             if softcap == 0:
                 raise self.refusal("its scores do not depend on q.k")
             inner = np.arctanh(np.clip(moved(0.5) / softcap, -0.999, 0.999)) * softcap
             scale = float((inner * seen).sum() / (0.5 * seen * seen).sum())
         scale, softcap = _rounded(scale), softcap and _rounded(softcap)
-        function = ScoreFunction(scale, softcap)
-        if not all(_close(function.of(seen * by), moved(by)) for by in (0.1, 1.0, 20.0)):
+        function = ScoreFunction(scale, softcap, by_head=by_head)
+        if not all(_close(function.of(seen * by), moved(by)) for by in (0.1, 1.0, min(20.0, far))):
             raise self.refusal("its scores are neither scale * q.k nor softcap * tanh(scale * q.k / softcap) plus a mask")
-        if not extra:
+        if not extra or (self.scores.of_weights and self._sink_is_nothing(scale)):
             return function
-        logits = still[:, :, 0 if first else self.tokens] - np.diagonal(still[:, :, first : first + self.tokens], axis1=1, axis2=2)
+        logits = self._sink_of(still, first)
+        if not all(_close(logits, self._sink_of(self.run(self.sample * by, self.scores.scores), first)) for by in (1.0, -1.0)):
+            raise self.refusal("its sink is made of q.k")
         node, constant = self._sinks(logits)
-        return ScoreFunction(scale, softcap, first, node, constant)
+        return ScoreFunction(scale, softcap, first, node, constant, by_head)
+
+    def _sink_of(self, scores: FloatArray, first: int) -> FloatArray:
+        """[heads, T]: relative to the score of q.k = 0."""
+        return scores[:, :, 0 if first else self.tokens] - np.diagonal(scores[:, :, first : first + self.tokens], axis1=1, axis2=2)
+
+    def _sink_is_nothing(self, scale: float) -> bool:
+        """Whether weights add up to 1 whatever q.k is: also with a `+ 1e-8` in their sum, where the largest of `exp(x - max)` is 1."""
+        far = FAR_IN_LOGARITHMS / max(abs(scale), 1e-6)
+        return all(np.abs(1 - self.run(self.sample + at, self.scores.weights, at).sum(-1)).max() <= NOTHING for at in (0.0, far, -far))
 
     def _first_column(self) -> int:
         for first in (0, 1):
@@ -190,7 +215,21 @@ class ScoreRegion:
         expected = _softmax(scores)[:, :, first : first + self.tokens]
         return weights.shape == expected.shape and _close(expected, weights, ROUNDED)
 
-    def _seen_and_moved(self, still: FloatArray, first: int) -> tuple[FloatArray, Callable[[float], FloatArray]]:
+    def _by_head(self, still: FloatArray, first: int) -> tuple[float, ...] | None:
+        """What the scores of each head are multiples of q.k by, relative to the first head's; None where these are alike, or no such."""
+        scores = self.run(self.sample, self.scores.scores)[:, :, first : first + self.tokens]
+        still = still[:, :, first : first + self.tokens]
+        visible = still > HIDES
+        moved = np.where(visible, _from_diagonal(scores) - _from_diagonal(still), 0.0)
+        seen = np.where(visible, self.products, 0.0)
+        scales = (moved * seen).sum((1, 2)) / (seen * seen).sum((1, 2))
+        if not _close(scales[:, None, None] * seen, moved) or _close(scales[0] * seen, moved) or not scales.all():
+            return None
+        return tuple(float(scale / scales[0]) for scale in scales)
+
+    def _seen_and_moved(
+        self, still: FloatArray, first: int, by_head: tuple[float, ...] | None = None
+    ) -> tuple[FloatArray, Callable[[float], FloatArray]]:
         """The products that no mask hides, and, of a number, what the scores make of them times it; `still`: the scores of zeros."""
         still = still[:, :, first : first + self.tokens]
         visible = still > HIDES
@@ -199,12 +238,13 @@ class ScoreRegion:
             scores = self.run(self.sample * by, self.scores.scores)[:, :, first : first + self.tokens]
             return np.asarray((_from_diagonal(scores) - _from_diagonal(still))[visible])
 
-        return self.products[visible], moved
+        products = self.products if by_head is None else self.products * np.array(by_head)[:, None, None]
+        return products[visible], moved
 
     def check_scores(self, function: ScoreFunction) -> None:
         """Check that scores are this function of q.k at any distance, as far as these tokens show it."""
         still = self.run(torch.zeros_like(self.sample), self.scores.scores)
-        seen, moved = self._seen_and_moved(still, function.first_column)
+        seen, moved = self._seen_and_moved(still, function.first_column, function.by_head)
         if not _close(function.of(seen), moved(1.0)):
             raise self.refusal(
                 f"its scores are another function of q.k on {self.tokens} tokens than on {TOKENS}, as with a distance or a row"
@@ -216,6 +256,8 @@ class ScoreRegion:
             if counts := counts_in_numbers(node, self.form):
                 raise self.refusal(f"{counts[0].name}, which is made from the number of tokens, goes into the numbers of {node.name}")
         before = set(ancestors(self.scores.products, self.scores.output))
+        if self.scores.of_weights:
+            return
         needed, _ = needed_for_values(self.scores.weights, self.scores.output, (self.scores.softmax,))
         after = [node for node in needed if node not in before and not _is_inactive_dropout(node)]
         owned = {node: value for node in after if isinstance(value := self.given.get(node), Tensor)}
@@ -239,11 +281,13 @@ class ScoreRegion:
             if isinstance(value, Tensor) and value.numel() == heads and value.is_floating_point():
                 if _close(value.double().flatten().numpy(force=True), logits[:, 0]):
                     return node, None
-        if np.ptp(logits) == 0:
-            return None, tuple(float(x) for x in logits[:, 0])
+        if _close(np.full_like(logits, logits[0, 0]), logits):
+            return None, (round(float(logits[0, 0]), 9),) * heads
         raise self.refusal("its sinks are no parameter of one logit a head")
 
     def refusal(self, why: str) -> UnsupportedError:
+        if self.scores.of_weights:
+            return OtherWeights(f"{self.site.where}: no softmax makes the weights of its attention: {why}")
         return UnknownAttention(
             module_path(self.scores.softmax),
             f"{self.site.where}: attention that is written out as a softmax cannot be proved: {why}. "

@@ -76,6 +76,12 @@ class MixesHeads(Recomputable):
     what = "heads mixed"
 
 
+class OtherWeights(Recomputable):
+    """Products of queries and keys become weights in another way than by a softmax."""
+
+    what = "weights that no softmax makes"
+
+
 class MixesTokens(Recomputable):
     """A module of the model, run as it is: how it mixes tokens is not looked into."""
 

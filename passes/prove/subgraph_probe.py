@@ -59,6 +59,7 @@ class SubgraphProbe:
         about_positions = without_score_arithmetic(self.nodes, products)
         self.literals = scaled_numbers(about_positions)
         self.owned = {n: values[n] for n in self.nodes if form.roles.get(n) == "owned"}
+        self.about_positions = about_positions
         self.hidden = hidden_numbers(about_positions, self.owned)
 
     def images(self, scale: Sequence[int]) -> dict[int, int]:

@@ -152,12 +152,28 @@ def talking_heads_after(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.conv2d(weights, MIXING[:, :, None, None]) @ v
 
 
+def gates_for_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.sigmoid(q @ k.mT * SCALE - 2).masked_fill(~visible(q), 0.0) @ v
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Weights that add up to 1, and are no softmax of q.k."""
+    weights = (F.elu(q) + 1) @ (F.elu(k) + 1).mT * visible(q)
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
+def retention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """RetNet: weights below 0, too."""
+    index = torch.arange(q.shape[2])
+    return (q @ k.mT * (0.9 ** (index[:, None] - index).clamp(min=0)) * visible(q)) @ v
+
+
 MIXING = torch.randn(4, 4, generator=torch.Generator().manual_seed(2)) * 0.5
 SPELLINGS: dict[str, tuple[Callable[..., Tensor], int]] = {
     f.__name__: (f, 4)
     for f in (top_k, top_k_of_many, top_k_written_out, content_bias, content_bias_in_places, keys_filled_in_place, forgetting,
               forgetting_written_out, sum_by_matrix, sum_written_in_place, sum_in_float64, smoothed_keys, hidden_by_sign, with_empty_part,
-              top_k_of_gathered, viewed, talking_heads, talking_heads_after)
+              top_k_of_gathered, viewed, talking_heads, talking_heads_after, gates_for_weights, linear_attention, retention)
 } | {"grouped": (grouped, 2), "with its own tensors": (Weighted(), 4)}  # fmt: skip
 
 
@@ -183,6 +199,12 @@ def test_what_the_report_says(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_report_says_that_heads_are_mixed(attend: Callable[..., Tensor]) -> None:
     (report,) = rewrite_of(toy(attend)).layers
     assert report.proof.startswith("heads mixed: recomputed from each request's history")
+
+
+@pytest.mark.parametrize("attend", [gates_for_weights, linear_attention, retention])
+def test_the_report_says_that_no_softmax_makes_the_weights(attend: Callable[..., Tensor]) -> None:
+    (report,) = rewrite_of(toy(attend)).layers
+    assert report.proof.startswith("weights that no softmax makes: recomputed from each request's history")
 
 
 def rows_of(result: Rewrite) -> list[int]:

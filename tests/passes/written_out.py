@@ -215,6 +215,86 @@ def keys_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax((q @ k.mT * SCALE + mask(q)).mT, -2).mT @ v
 
 
+def powers(q: Tensor, k: Tensor) -> Tensor:
+    """Of scores whose largest is taken off, 0 where hidden."""
+    scores = q @ k.mT * SCALE + mask(q)
+    return torch.exp(scores - scores.amax(-1, keepdim=True))
+
+
+def divided_by_the_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = powers(q, k)
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+def divided_afterwards(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = torch.exp(q @ repeated(k).mT * SCALE) * visible(q)
+    return e @ repeated(v) / e.sum(dim=-1)[..., None]
+
+
+def divided_and_gated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = powers(q, k)
+    return (e / e.sum(-1, keepdim=True) @ v) * q.sum(-1, keepdim=True).sigmoid()
+
+
+def divided_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT * SCALE + mask(q)
+    scores -= scores.max(-1, keepdim=True).values
+    scores.exp_()
+    scores /= scores.sum(-1, keepdim=True)
+    return scores @ v
+
+
+def divided_queries_second(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bhqd,bhkd->bqhk", q, k) * SCALE
+    e = scores.exp().masked_fill(~visible(q)[None, :, None], 0.0)
+    return torch.einsum("bqhk,bhkd->bhqd", F.dropout(e / e.sum(-1, keepdim=True), 0.1, False), v)
+
+
+def log_sum_exp_taken_off(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT * SCALE + mask(q)
+    return torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True)) @ v
+
+
+def exp_of_log_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.log_softmax(q @ k.mT * SCALE + mask(q), -1).exp() @ v
+
+
+def divided_and_a_little(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = powers(q, k)
+    return e / (e.sum(-1, keepdim=True) + 1e-8) @ v
+
+
+def divided_by_one_more(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Where the largest score is taken off, the one more is its exp(-max)."""
+    scores = q @ k.mT * SCALE + mask(q)
+    largest = scores.amax(-1, keepdim=True).clamp(min=0)
+    e = torch.exp(scores - largest)
+    return e / (e.sum(-1, keepdim=True) + torch.exp(-largest)) @ v
+
+
+def divided_with_softcap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = torch.exp(torch.tanh(q @ k.mT * SCALE / 50.0) * 50.0 + mask(q))
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+def divided_with_slopes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    index = torch.arange(length(q))
+    e = (q @ k.mT + slopes(q) * (index - index[:, None])).exp().tril()
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+def alibi_of_floats(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Slopes that are numbers of the code, the last of 8 heads' among them."""
+    index = torch.arange(length(q))
+    bias = torch.stack([(index - index[:, None]) * slope for slope in (0.5, 0.0625, 0.015625, 0.00390625)])
+    return F.softmax(q @ k.mT + bias + mask(q), -1) @ v
+
+
+def scaled_by_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A temperature for each head."""
+    return F.softmax(q @ repeated(k).mT * torch.tensor([0.25, 0.5, 0.75, 1.0]).view(4, 1, 1) + mask(q), -1) @ repeated(v)
+
+
 SPELLINGS: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
     **{
         f.__name__: (f, heads, {"scale": scale})
@@ -225,11 +305,23 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
             (einsum, 4, SCALE), (einsum_tokens_first, 4, SCALE), (einsum_grouped, 2, SCALE), (einsum_key_first, 4, SCALE),
         )
     },
+    **{
+        f.__name__: (f, heads, {"scale": SCALE, "has_sinks": sinks})
+        for f, heads, sinks in (
+            (divided_by_the_sum, 4, False), (divided_afterwards, 2, False), (divided_in_place, 4, False),
+            (divided_queries_second, 4, False), (log_sum_exp_taken_off, 4, False), (exp_of_log_softmax, 4, False),
+            (divided_and_a_little, 4, False), (divided_and_gated, 4, False), (divided_by_one_more, 4, True),
+            (divided_with_softcap, 4, False),
+        )
+    },
+    "divided, with ALiBi": (divided_with_slopes, 4, {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)}),
+    "scale by head": (scaled_by_head, 2, {"scale": 0.25}),
     "keys first": (keys_first, 4, {"scale": SCALE}),
     "softcap": (capped, 2, {"softcap": 50.0, "scale": SCALE}),
     "window": (windowed, 4, {"sliding_window": 4096}),
     "ALiBi by key": (alibi_by_key, 4, {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)}),
     "ALiBi by distance": (alibi_by_distance, 4, {"alibi_slopes": (0.25, 0.125, 0.0625, 0.03125), "scale": 0.5}),
+    "ALiBi of floats": (alibi_of_floats, 4, {"alibi_slopes": (0.5, 0.0625, 0.015625, 0.00390625)}),
     "one slope": (one_slope_for_all_heads, 4, {"alibi_slopes": (0.25,) * 4}),
     "ALiBi in bfloat16": (alibi_in_bfloat16, 4, {"bias_index": "key", "alibi_slopes": None}),
     "ALiBi through SDPA": (sdpa_with_alibi, 4, {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)}),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import MistralConfig, MistralForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 
 from paged_attn import UnsupportedError
@@ -196,6 +197,14 @@ def test_refusals(mixer: type[Mixer], words: str) -> None:
 def test_a_shared_layer_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="runs more than once"):
         find_recurrent_layers(Toy(Mixer, rounds=2), inputs_of)
+
+
+@pytest.mark.parametrize("window", [2, 3, 4])
+def test_a_window_of_few_tokens_is_no_state(window: int) -> None:
+    """Its cache holds as much after 3 tokens as after 11."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = MistralForCausalLM(MistralConfig(vocab_size=32, sliding_window=window, **sizes)).eval()
+    assert find_recurrent_layers(model, inputs_of) == ()
 
 
 def test_models_without_a_cache_have_no_layers() -> None:

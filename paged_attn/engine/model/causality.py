@@ -17,7 +17,10 @@ from paged_attn.passes.fx.model_facts import max_positions, model_device, model_
 from paged_attn.tolerances import LOGITS, LOGITS_16_BIT, row_errors, typical
 
 SEEDS, MORE, MOST_MORE = 3, 24, 256  # tokens behind the first row that is compared
-OF_ALL_TOKENS = "something is computed from all tokens of a call at once, such as the scale of numbers that are quantised as it runs"
+OF_ALL_TOKENS = (
+    "something is computed from all tokens of a call at once, such as a factor made of their number, or the scale of numbers that are "
+    "quantised as it runs"
+)
 OF_CHOICES = "of more than {0} keys, which {0} a query takes changes with the number of tokens, as among equal scores"
 
 

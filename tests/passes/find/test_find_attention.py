@@ -83,5 +83,16 @@ def test_a_model_without_attention_is_refused() -> None:
         rewrite_of(Toy(lambda q, k, v, ids, pos: q))
 
 
+def test_multihead_attention_that_is_one_operation_is_named() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, pos: Tensor) -> Tensor:
+        x = q.transpose(1, 2).reshape(1, -1, 32).transpose(0, 1)
+        weights = torch.eye(32).repeat(3, 1), None, None, None, False, 0.0, torch.eye(32), None
+        y, _ = F.multi_head_attention_forward(x, x, x, 32, 4, *weights, training=False, need_weights=False)
+        return y.transpose(0, 1).reshape(1, -1, 4, 8).transpose(1, 2)
+
+    with pytest.raises(UnsupportedError, match=r"nn\.MultiheadAttention, which a bare torch\.compile takes for one operation"):
+        rewrite_of(Toy(attend, kv_heads=4))
+
+
 def test_module_path_of_what_is_found() -> None:
     assert rewrite_of(masked(lambda ids, pos: None)).specs[0].module == "attend"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.sdpa import find_sdpa
+from paged_attn.passes.find.softmax import UnknownAttention
 from paged_attn.passes.fx.call_form import CallNotPaged
 from tests.passes.graphs import Toy, assert_ragged_equals_alone, masked, rewrite_of, trace
 
@@ -59,6 +60,40 @@ def test_enable_gqa(kv_heads: int) -> None:
     assert assert_ragged_equals_alone(module).specs[0].num_kv_heads == kv_heads
 
 
+def grouped(t: Tensor) -> Tensor:
+    return t.unflatten(1, (2, -1))
+
+
+BIASES = -torch.tensor([0.5, 0.25, 0.125, 0.0625]).view(4, 1, 1)
+
+
+def sloped(t: int) -> Tensor:
+    """[4, T, T]: ALiBi, and -inf where hidden."""
+    index = torch.arange(t)
+    return (BIASES * (index[:, None] - index)).masked_fill(~lower(t), float("-inf"))
+
+
+# name: (call of q, k, v with so many KV heads, these; whether its spec has slopes)
+OTHER_DIMS: dict[str, tuple[Callable[..., Tensor], int, bool]] = {
+    "three": (lambda q, k, v: sdpa(q[0], k[0], v[0], is_causal=True)[None], 4, False),
+    "three, with a mask": (lambda q, k, v: sdpa(q[0], k[0], v[0], lower(q.shape[2]))[None], 4, False),
+    "three, with biases": (lambda q, k, v: sdpa(q[0], k[0], v[0], sloped(q.shape[2]))[None], 4, True),
+    "five": (lambda q, k, v: sdpa(grouped(q), grouped(k), grouped(v), is_causal=True).flatten(1, 2), 2, False),
+    "five, with biases": (
+        lambda q, k, v: sdpa(grouped(q), grouped(k), grouped(v), sloped(q.shape[2]).unflatten(0, (2, 2))).flatten(1, 2), 2, True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_DIMS)
+def test_dims_other_than_four(name: str) -> None:
+    call, kv_heads, sloping = OTHER_DIMS[name]
+    result = assert_ragged_equals_alone(Toy(lambda q, k, v, ids, pos: call(q, k, v), kv_heads=kv_heads))
+    (spec,) = result.specs
+    assert (spec.num_q_heads, spec.num_kv_heads, spec.scale) == (4, kv_heads, pytest.approx(DEFAULT))
+    assert spec.alibi_slopes == ((0.5, 0.25, 0.125, 0.0625) if sloping else None)
+
+
 def test_one_key_head_that_broadcasts() -> None:
     result = assert_ragged_equals_alone(Toy(lambda q, k, v, ids, pos: sdpa(q, k, v, is_causal=True), kv_heads=1))
     assert (result.specs[0].num_q_heads, result.specs[0].num_kv_heads) == (4, 1)
@@ -86,14 +121,13 @@ def test_every_attention_is_found_in_order() -> None:
 DECLINES: dict[str, tuple[Callable[..., Tensor], type[Exception], str]] = {
     "dropout": (lambda q, k, v: sdpa(q, k, v, dropout_p=0.1, is_causal=True), UnsupportedError, r"dropout is 0\.1; call model\.eval"),
     "dropout positional": (lambda q, k, v: sdpa(q, k, v, None, 0.1, True), UnsupportedError, "dropout"),
-    "3-D": (lambda q, k, v: sdpa(q[0], k[0], v[0], is_causal=True)[None], UnsupportedError, r"known is \[batch, heads, tokens, dim\]"),
     "heads as batch": (
         lambda q, k, v: sdpa(*(t.transpose(0, 1) for t in (q, k, v)), is_causal=True).transpose(0, 1), UnsupportedError, "one row"
     ),
     "keys twice as many": (
         lambda q, k, v: sdpa(q, torch.cat([k, k], 2), torch.cat([v, v], 2)), CallNotPaged, "brings a cache or another sequence"
     ),
-    "one key more": (lambda q, k, v: sdpa(q, F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0))), CallNotPaged, "queries attend to"),
+    "one key more": (lambda q, k, v: sdpa(q, F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0))), UnknownAttention, "there are 1 that the"),
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from tests.passes.graphs import Toy, assert_ragged_equals_alone, rewrite_of
-from tests.passes.written_out import SCALE, SPELLINGS, WithPositions, mask, plain, visible
+from tests.passes.written_out import SCALE, SPELLINGS, WithPositions, divided_by_the_sum, mask, plain, visible
 
 
 def toy(attend: Callable[..., Tensor], kv_heads: int = 4) -> Toy:
@@ -52,10 +52,11 @@ def test_attention_of_both_kinds_in_graph_order() -> None:
     assert [spec.kv_layer for spec in result.specs] == [0, 1, 0]  # the second transposes its keys
 
 
-def test_nothing_of_the_scores_is_left() -> None:
-    result = rewrite_of(toy(plain))
+@pytest.mark.parametrize("attend", [plain, divided_by_the_sum])
+def test_nothing_of_the_scores_is_left(attend: Callable[..., Tensor]) -> None:
+    result = rewrite_of(toy(attend))
     assert result.gm is not None
-    assert not [node for node in result.gm.graph.nodes if "softmax" in node.name or "stand_in" in node.name]
+    assert not [node for node in result.gm.graph.nodes if any(word in node.name for word in ("softmax", "stand_in", "exp_", "log"))]
 
 
 def test_sinks_are_the_models_own_parameter_and_follow_it() -> None:
@@ -126,9 +127,13 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
     "weights used twice": (lambda q, k, v: (p := F.softmax(scores(q, k), -1)) @ v + p @ v.flip(-1), "in 2 places"),
     "square of scores": (lambda q, k, v: F.softmax((q @ k.transpose(-1, -2)) ** 2 + mask(q), -1) @ v, "neither scale"),
     "scale by row": (temperature_by_row, "neither scale"),
-    "scale by head": (
-        lambda q, k, v: F.softmax(q @ k.transpose(-1, -2) * torch.arange(1, 5).view(4, 1, 1) + mask(q), -1) @ v, "neither scale"
+    "softcap by head": (
+        lambda q, k, v: F.softmax((scores := q @ k.mT).tanh() * torch.arange(1, 5).view(4, 1, 1) + mask(scores), -1) @ v, "neither scale"
     ),
+    "sink of the largest score": (
+        lambda q, k, v: F.softmax(torch.cat([s := scores(q, k), s.amax(-1, keepdim=True)], -1), -1)[..., :-1] @ v, "sink is made of q.k"
+    ),
+    "weights used elsewhere": (lambda q, k, v: (p := F.softmax(scores(q, k), -1)) @ v + p.amax(-1, keepdim=True), "go into amax, too"),
     "bias of query and key": (bias_of_both, "a bias that matches no known family"),
     "two sinks": (lambda q, k, v: F.softmax(F.pad(scores(q, k), (0, 2)), -1)[..., :-2] @ v, "2 columns besides"),
     "scores transposed": (lambda q, k, v: F.softmax((k @ q.transpose(-1, -2)).transpose(2, 3) + mask(q), -1) @ v, "neither scale"),
