@@ -230,7 +230,7 @@ def record_of(args: argparse.Namespace, ceiling: dict[str, float]) -> dict[str, 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     able = {name: backend_class(name).capabilities for name in backend_names() if name != "reference"}
-    usual = [name for name, each in able.items() if not each.blocked and not each.latents_only]  # latents: benchmarks/latent_decode.py
+    usual = [name for name, each in able.items() if not each.latents_only]  # latents: benchmarks/latent_decode.py
     parser.add_argument("--backends", default=",".join(usual), help="comma-separated; default: all that this project can run")
     parser.add_argument("--only", action="append", default=[], help="shapes whose name holds this text; may be repeated")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])

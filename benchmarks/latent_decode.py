@@ -115,7 +115,7 @@ def for_latents(device: torch.device) -> list[str]:
     if device.type != "cuda":
         return ["torch_native"]
     found = {name: backend_class(name).capabilities for name in backend_names() if name not in ("triton", "torch_native", "reference")}
-    return ["triton", *(name for name, each in found.items() if Feature.MLA in each.features and not each.blocked)]
+    return ["triton", *(name for name, each in found.items() if Feature.MLA in each.features)]
 
 
 def _median(function: Callable[[], object], device: torch.device) -> float:

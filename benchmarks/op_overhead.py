@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     return {
         "op": op_overhead(spec, batch, pool),
         "batch": {what: microseconds(lambda r=r: Batch.build(r, args.page_size, device), device) for what, r in builds.items()},
-        "backends": {n: plan_times(n, layers[0], batch, pool) for n in names if not backend_class(n).capabilities.blocked},
+        "backends": {n: plan_times(n, layers[0], batch, pool) for n in names},
     }
 
 

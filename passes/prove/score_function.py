@@ -131,8 +131,7 @@ class ScoreRegion:
         index = torch.arange(self.tokens)
         given = products.clone()
         given[..., index, index] = diagonal
-        device = next((v.device for v in self.given.values() if isinstance(v, Tensor)), torch.device("cpu"))
-        value = self._evaluated(given.to(device), result)
+        value = self._evaluated(given.to(value_of(self.scores.products).device), result)
         value = value.double().clamp(min=HIDDEN)  # -inf would leave NaN in differences
         return np.asarray(value.reshape(-1, self.tokens, value.shape[-1]).numpy(force=True))
 

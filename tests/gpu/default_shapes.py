@@ -53,7 +53,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
     "gemma3n_text": {
         **SHARED_KV, "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0], "intermediate_size": [16384] * 4,
-        "vocab_size_per_layer_input": 4096,
+        "vocab_size": 262144,  # more would have no row of the embeddings that each layer adds
     },
     "granitemoehybrid": {"layer_types": [LINEAR, FULL]},
     "hunyuan_v1_dense": {"head_dim": 128},
