@@ -168,8 +168,9 @@ def _reaches_output(node: fx.Node) -> bool:
     return False
 
 
-def split_baddbmm(graph: fx.Graph) -> None:
-    """`baddbmm(input, a, b, beta=, alpha=)` becomes beta * input + alpha * bmm(a, b), so that the product stands alone.
+def split_baddbmm(graph: fx.Graph, num_tokens: Any) -> None:
+    """`baddbmm(input, a, b, beta=, alpha=)` of scores or of weights becomes beta * input + alpha * bmm(a, b), so that the product stands
+    alone.
 
     With beta=0 the input is not read, as PyTorch has it: a buffer that nobody has filled may hold NaN.
     """
@@ -177,6 +178,8 @@ def split_baddbmm(graph: fx.Graph) -> None:
         if name_of(node) != "baddbmm":
             continue
         given = arguments_of(node, ("input", "batch1", "batch2"))
+        if max(token_dims(node, num_tokens), token_dims(given["batch1"], num_tokens)) < 2:
+            continue
         with graph.inserting_before(node):
             product = call_with_value(graph, torch.bmm, given["batch1"], given["batch2"])
             terms = []

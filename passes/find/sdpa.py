@@ -51,12 +51,12 @@ def _site(node: fx.Node, form: CallForm) -> AttentionSite:
     lengths = [symbol(shape[-2]) for shape in shapes]
     more = lengths[1] - lengths[0]
     if not form.reason and lengths[0] == form.num_tokens and more.is_Integer and more > 0:
-        raise UnknownAttention(
-            module_path(node),
+        words = (
             f"{where}: {shapes[0][-2]} tokens attend to {shapes[1][-2]} keys: beside the tokens' there are {more} that the module brings "
             "itself (a learned prefix, a null or zero key), which have no place in pages. LLM(model) runs a module that does so as it is, "
-            "on all tokens; otherwise run the model without paged_attn.",
+            "on all tokens; otherwise run the model without paged_attn."
         )
+        raise UnknownAttention(module_path(node), words) if form.positions is not None else CallNotPaged(words)
     if lengths[0] != lengths[1]:
         raise CallNotPaged(
             f"{where}: {shapes[0][-2]} queries attend to {shapes[1][-2]} keys, so the call brings a cache or another sequence of its own"

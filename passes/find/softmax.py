@@ -44,7 +44,7 @@ def find_softmax(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
         return []
     decompose_flex(graph)
     softmaxes = [node for node in graph.nodes if is_softmax(node) and token_axes(node, form.num_tokens) is not None]
-    split_baddbmm(graph)
+    split_baddbmm(graph, form.num_tokens)
     softmaxes = [bring_to_layout(node, form.num_tokens) for node in softmaxes]
     of_weights = softmaxes_of_weights(graph, set(softmaxes), form.num_tokens)
     sites, taken = find_dual_chunk(softmaxes, form)

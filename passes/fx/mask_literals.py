@@ -23,6 +23,30 @@ _SCALED = {"add", "sub", "rsub", "subtract", "mul", "multiply", "floordiv", "flo
            "not_equal", "tril", "triu", "clamp", "clip", "clamp_min", "clamp_max", "maximum", "minimum", "sym_min", "sym_max", "where",
            "full", "full_like", "new_full", "tensor", "scalar_tensor", "fill", "masked_fill", "fill_diagonal", "iadd", "isub", "imul",
            "ifloordiv", "arange"}  # fmt: skip
+_FACTORS = {"mul", "multiply", "truediv", "true_divide", "div", "divide", "neg", "tensor", "scalar_tensor"}
+_SUMS = {
+    "add",
+    "iadd",
+    "sub",
+    "subtract",
+    "rsub",
+    "neg",
+    "to",
+    "float",
+    "type_as",
+    "unsqueeze",
+    "squeeze",
+    "view",
+    "reshape",
+    "expand",
+    "stack",
+    "cat",
+    "transpose",
+    "permute",
+    "contiguous",
+    "getitem",
+    "softmax",
+}
 _SIZES = {"expand", "view", "reshape", "repeat", "broadcast_to", "unflatten", "ones", "zeros", "empty", "new_ones", "new_zeros",
           "new_empty", "eye"}  # fmt: skip
 _FILLS = {"masked_fill", "fill", "full", "full_like", "new_full", "where", "tensor", "scalar_tensor"}
@@ -46,9 +70,9 @@ def hidden_numbers(nodes: list[fx.Node], owned: dict[fx.Node, Tensor], shown: in
     """Words for each large number that no probe can show: in an unknown operation, nested, fractional, or in a small tensor.
 
     Args:
-        shown: a factor of 1 / shown or more shows on the probes as it is.
+        shown: a factor of 1 / shown or more shows on the probes as it is, where what is multiplied with it is added and no more.
     """
-    found = []
+    found, among = [], set(nodes)
     for node in nodes:
         for value in owned[node].flatten().tolist() if node in owned and owned[node].numel() <= SMALL_TENSOR else ():
             if _is_large(value) and not value <= HIDES:
@@ -57,10 +81,25 @@ def hidden_numbers(nodes: list[fx.Node], owned: dict[fx.Node, Tensor], shown: in
         for value in _numbers(direct):
             is_scaled = any(value is d for d in direct) and scaled_number(node, value) is not None
             is_power = op_name(node) in _POWERS and abs(value) > 4
-            is_reciprocal = type(value) is float and 1 / NO_LIMIT < abs(value) < 1 / shown
+            largest = shown if shown > LARGEST_SHOWN and _is_added(node, among) else LARGEST_SHOWN
+            is_reciprocal = type(value) is float and 1 / NO_LIMIT < abs(value) < 1 / largest
             if is_power or is_reciprocal or (_is_large(value) and not is_scaled and not _is_harmless(node, value)):
                 found.append(f"{value:g} in {op_name(node)}")
     return list(dict.fromkeys(found))
+
+
+def _is_added(factor: fx.Node, among: set[fx.Node]) -> bool:
+    """Whether a product reaches the scores through sums and copies alone: nothing compares, rounds or bounds it on the way."""
+    if op_name(factor) not in _FACTORS:
+        return False
+    pending, seen = [factor], {factor}
+    while pending:
+        for user in (pending.pop().users.keys() & among) - seen:
+            if op_name(user) not in _SUMS:
+                return False
+            seen.add(user)
+            pending.append(user)
+    return True
 
 
 def is_size(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from paged_attn.passes.prove.dual_chunk import DualChunkProbe, DualChunkProof, p
 from paged_attn.passes.prove.mask_family import MaskFamily, match_family
 from paged_attn.passes.prove.mask_probe import MaskProbe, as_seen
 from paged_attn.passes.prove.mask_proof import MaskProof, prove, unproved
-from paged_attn.passes.prove.score_function import ScoreFunction, ScoreRegion, mixed_heads
+from paged_attn.passes.prove.score_function import MORE_TOKENS, ScoreFunction, ScoreRegion, mixed_heads
 from paged_attn.passes.prove.score_subgraph import DependsOnHiddenStates, MixesTokens, Recomputable
 from paged_attn.passes.prove.subgraph_probe import SubgraphProbe
 
@@ -74,6 +74,11 @@ class Prover:
             probe.first_column = function.first_column
             mask, has_mask = self._cached(probe, function.sinks), True
             self._check_further(region, function, mask.max_tokens)
+            limits = [
+                limit for limit in (mask.family.window, mask.family.chunk, mask.family.ahead, probe.stored_length) if limit is not None
+            ]
+            if scores.of_weights and max(limits) >= MORE_TOKENS:
+                raise region.refusal(f"whether those of a query add up to 1 is seen on {MORE_TOKENS} tokens, and something changes later")
             mask = replace(mask, evidence=f"scores evaluated: {function.describe()}; {mask.evidence}")
         declared = check_declared(self.model, site.module, mask.family, has_mask)
         query = value_of(site.query)

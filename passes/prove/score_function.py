@@ -31,6 +31,7 @@ MOST_SCORES = 1 << 22  # numbers
 EXACT, ROUNDED = 2e-5, 2e-2  # of the largest value; ROUNDED where the graph computes scores or weights in 16 bits
 SATURATED = 1e7
 FAR, FAR_IN_LOGARITHMS = 50.0, 30.0  # the largest products, and scores where these are read off weights: exp() of more is 0 or infinite
+ALIKE = 1e-3  # weights and sinks of the same rows, computed otherwise
 NOTHING = 4e-6  # of a row's weight
 HIDDEN = -1e30
 
@@ -125,6 +126,10 @@ class ScoreRegion:
         further = ScoreRegion(self.site, self.form, self.values, max(tokens, TOKENS))
         further.check_scores(function)
         further.check_weights(function.first_column)
+        if self.scores.of_weights:
+            further.check_sums(function)
+        if function.has_sinks:
+            further.check_sinks(function)
 
     def run(self, products: Tensor, result: fx.Node, diagonal: float = 0.0) -> FloatArray:
         """The value [heads, T, columns] of a node for these products, whose diagonals are set to zero, or to another number."""
@@ -172,6 +177,8 @@ class ScoreRegion:
         by_head = self._by_head(still, first)
         if by_head is not None:
             seen, moved = self._seen_and_moved(still, first, by_head)
+        if not seen.size:
+            raise self.refusal("a query and a key whose product is 0 do not meet")
         softcap, scale = None, float((moved(1.0) * seen).sum() / (seen * seen).sum())
         far = FAR
         if self.scores.of_weights:
@@ -186,22 +193,41 @@ class ScoreRegion:
         function = ScoreFunction(scale, softcap, by_head=by_head)
         if not all(_close(function.of(seen * by), moved(by)) for by in (0.1, 1.0, min(20.0, far))):
             raise self.refusal("its scores are neither scale * q.k nor softcap * tanh(scale * q.k / softcap) plus a mask")
-        if not extra or (self.scores.of_weights and self._sink_is_nothing(scale)):
+        if not extra or (self.scores.of_weights and bool((np.abs(self._lacking(function)) <= NOTHING).all())):
             return function
         logits = self._sink_of(still, first)
         if not all(_close(logits, self._sink_of(self.run(self.sample * by, self.scores.scores), first)) for by in (1.0, -1.0)):
             raise self.refusal("its sink is made of q.k")
         node, constant = self._sinks(logits)
-        return ScoreFunction(scale, softcap, first, node, constant, by_head)
+        function = ScoreFunction(scale, softcap, first, node, constant, by_head)
+        if self.scores.of_weights:
+            self.check_sums(function)
+        return function
 
     def _sink_of(self, scores: FloatArray, first: int) -> FloatArray:
         """[heads, T]: relative to the score of q.k = 0."""
         return scores[:, :, 0 if first else self.tokens] - np.diagonal(scores[:, :, first : first + self.tokens], axis1=1, axis2=2)
 
-    def _sink_is_nothing(self, scale: float) -> bool:
-        """Whether weights add up to 1 whatever q.k is: also with a `+ 1e-8` in their sum, where the largest of `exp(x - max)` is 1."""
-        far = FAR_IN_LOGARITHMS / max(abs(scale), 1e-6)
-        return all(np.abs(1 - self.run(self.sample + at, self.scores.weights, at).sum(-1)).max() <= NOTHING for at in (0.0, far, -far))
+    def _lacking(self, function: ScoreFunction) -> FloatArray:
+        """What the weights of each query lack of 1, also where all products are large or far below 0: a `+ 1e-8` in their sum is a sink
+        unless the largest of `exp(x - max)` is 1."""
+        far = FAR_IN_LOGARITHMS / max(abs(function.scale), 1e-6)
+        return np.stack([1 - self.run(self.sample + at, self.scores.weights, at).sum(-1) for at in (0.0, far, -far)])
+
+    def check_sums(self, function: ScoreFunction) -> None:
+        """Check weights that no softmax makes: those of a query add up to 1, or to less where there is a sink."""
+        lacking = self._lacking(function)
+        most = 1.0 if function.has_sinks else NOTHING
+        if not ((lacking >= -NOTHING) & (lacking <= most)).all() or min(function.constant_sinks or [0.0]) <= HIDES:
+            raise self.refusal("those of a query do not add up to 1")
+
+    def check_sinks(self, function: ScoreFunction) -> None:
+        """Check that they are the same for all rows of these tokens, too."""
+        logits = self._sink_of(self.run(torch.zeros_like(self.sample), self.scores.scores), function.first_column)
+        known = function.constant_sinks or self.given[function.sinks].double().flatten().numpy(force=True)  # type: ignore[index]
+        expected = np.broadcast_to(np.asarray(known)[:, None], logits.shape)
+        if not np.abs(expected - logits).max() <= ALIKE * max(1.0, float(np.abs(expected).max())):
+            raise self.refusal(f"its sinks are others on {self.tokens} tokens than on {TOKENS}")
 
     def _first_column(self) -> int:
         for first in (0, 1):
@@ -212,19 +238,20 @@ class ScoreRegion:
     def _softmax_gives_weights(self, first: int) -> bool:
         scores, weights = (self.run(self.sample, node) for node in (self.scores.scores, self.scores.weights))
         expected = _softmax(scores)[:, :, first : first + self.tokens]
-        return weights.shape == expected.shape and _close(expected, weights, ROUNDED)
+        rounded = any(value_of(node).dtype.itemsize < 4 for node in (self.scores.softmax, self.scores.weights))
+        return weights.shape == expected.shape and _close(expected, weights, ROUNDED if rounded else ALIKE)
 
     def _by_head(self, still: FloatArray, first: int) -> tuple[float, ...] | None:
-        """What the scores of each head are multiples of q.k by, relative to the first head's; None where these are alike, or no such."""
+        """What the scores of each head are multiples of q.k by, relative to the largest; None where these are alike, or no such."""
         scores = self.run(self.sample, self.scores.scores)[:, :, first : first + self.tokens]
         still = still[:, :, first : first + self.tokens]
         visible = still > HIDES
         moved = np.where(visible, _from_diagonal(scores) - _from_diagonal(still), 0.0)
         seen = np.where(visible, self.products, 0.0)
-        scales = (moved * seen).sum((1, 2)) / (seen * seen).sum((1, 2))
+        scales = (moved * seen).sum((1, 2)) / np.maximum((seen * seen).sum((1, 2)), 1e-30)
         if not _close(scales[:, None, None] * seen, moved) or _close(scales[0] * seen, moved) or not scales.all():
             return None
-        return tuple(float(scale / scales[0]) for scale in scales)
+        return tuple(float(scale / scales[np.abs(scales).argmax()]) for scale in scales)  # no query grows in 16 bits
 
     def _seen_and_moved(
         self, still: FloatArray, first: int, by_head: tuple[float, ...] | None = None

@@ -61,7 +61,8 @@ class RecomputeReplacer:
         result = value_of(site.node)
         dtype = result.dtype if self.model is None else model_dtype(self.model)
         rows = tuple(row_input(node, self.form, dtype) for node in region.rows)
-        program = make_program(region, self.form, self.values, site.original_order, where)
+        order = (0, 1, 2, 3) if region.output is site.node else site.original_order  # SDPA is found in four dims, whatever it had
+        program = make_program(region, self.form, self.values, order, where)
         if program.computes not in self._proved:
             owned = [self._tensor(node) for node in program.owned]
             prove_causal(program, rows, owned, self.form, result.device, where)

@@ -168,12 +168,38 @@ def retention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * (0.9 ** (index[:, None] - index).clamp(min=0)) * visible(q)) @ v
 
 
+def _powers(q: Tensor, k: Tensor) -> Tensor:
+    return torch.exp(q @ k.mT * SCALE) * visible(q)
+
+
+def hidden_after_their_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Rows of up to 31 tokens add up to 1."""
+    powers = _powers(q, k)
+    return powers / powers.sum(-1, keepdim=True) * visible(q).triu(-30) @ v
+
+
+def bounded_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    powers = _powers(q, k)
+    return powers / powers.sum(-1, keepdim=True).clamp(min=1.0) @ v
+
+
+def a_little_more(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    powers = _powers(q, k)
+    return powers / powers.sum(-1, keepdim=True) * 1.015 @ v
+
+
+def zero_where_q_k_is(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.mT).relu().square() * visible(q)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-3) @ v
+
+
+NOT_ONE = (hidden_after_their_sum, bounded_sum, a_little_more, zero_where_q_k_is)
 MIXING = torch.randn(4, 4, generator=torch.Generator().manual_seed(2)) * 0.5
 SPELLINGS: dict[str, tuple[Callable[..., Tensor], int]] = {
     f.__name__: (f, 4)
     for f in (top_k, top_k_of_many, top_k_written_out, content_bias, content_bias_in_places, keys_filled_in_place, forgetting,
               forgetting_written_out, sum_by_matrix, sum_written_in_place, sum_in_float64, smoothed_keys, hidden_by_sign, with_empty_part,
-              top_k_of_gathered, viewed, talking_heads, talking_heads_after, gates_for_weights, linear_attention, retention)
+              top_k_of_gathered, viewed, talking_heads, talking_heads_after, gates_for_weights, linear_attention, retention, *NOT_ONE)
 } | {"grouped": (grouped, 2), "with its own tensors": (Weighted(), 4)}  # fmt: skip
 
 
@@ -201,7 +227,7 @@ def test_the_report_says_that_heads_are_mixed(attend: Callable[..., Tensor]) -> 
     assert report.proof.startswith("heads mixed: recomputed from each request's history")
 
 
-@pytest.mark.parametrize("attend", [gates_for_weights, linear_attention, retention])
+@pytest.mark.parametrize("attend", [gates_for_weights, linear_attention, retention, *NOT_ONE])
 def test_the_report_says_that_no_softmax_makes_the_weights(attend: Callable[..., Tensor]) -> None:
     (report,) = rewrite_of(toy(attend)).layers
     assert report.proof.startswith("weights that no softmax makes: recomputed from each request's history")

@@ -91,7 +91,14 @@ class Doubling(Summing):
         return super().forward(x) * (1 if mask is None else 2)
 
 
-@pytest.mark.parametrize("module", [Summing(False), Doubling(False)], ids=["ignores", "counts on it"])
+class ByDims(Summing):
+    """Reads no number of its mask, but how many dims it has."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x) * (2 if mask is not None and mask.dim() == 2 else 1)
+
+
+@pytest.mark.parametrize("module", [Summing(False), Doubling(False), ByDims(False)], ids=["ignores", "counts on it", "looks at its dims"])
 def test_what_was_none_may_be_any_tensor_if_it_is_not_read(module: Summing) -> None:
     x = torch.randn(1, 5, 4)
     call = Call("sum", module, {"x": x, "mask": None}, "", Summing(False)(x))

@@ -47,27 +47,34 @@ def without_unused(call: Call) -> frozenset[str]:
         their names, and those of parameters that were None (a mask of a prompt shorter than a window) and may be any tensor.
     """
     rows, unused = _output_tensor(call.output), set[str]()
-    if rows is None:
+    if rows is None or rows.dim() < 2:
         return frozenset()
+    tokens = rows.shape[1]
+    unread = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (  # whatever reads their numbers fails
+        ((1, tokens), torch.bool), ((1, 1, tokens, tokens), torch.bool), ((1, 1, tokens, tokens + 1), rows.dtype)
+    )]  # fmt: skip
     parameters = inspect.signature(call.module.forward).parameters
     for name, value in list(call.arguments.items()):
         if name not in parameters or not (value is None or isinstance(value, Tensor)):
             continue
         if isinstance(value, Tensor) and value.shape[:2] == rows.shape[:2]:
             continue
-        unread = torch.empty(1, 1, rows.shape[1], rows.shape[1], dtype=torch.bool, device="meta")  # whatever reads it fails
-        tried = {**call.arguments, name: unread if value is None else None}
-        try:
-            with left_as_it_was(call.module), torch.no_grad():
-                again = _output_tensor(call.module(**tried))
-        except torch.OutOfMemoryError:
-            raise
-        except MODEL_ERRORS:  # of the module's own code: it needs it
-            continue
-        if again is not None and not again.is_meta and again.equal(rows):
+        if all(_gives(call, name, other, rows) for other in (unread if value is None else [None])):
             call.arguments[name] = None
             unused.add(name)
     return frozenset(unused)
+
+
+def _gives(call: Call, name: str, other: Tensor | None, rows: Tensor) -> bool:
+    """Whether the call gives these rows with another argument of that name."""
+    try:
+        with left_as_it_was(call.module), torch.no_grad():
+            again = _output_tensor(call.module(**{**call.arguments, name: other}))
+    except torch.OutOfMemoryError:
+        raise
+    except MODEL_ERRORS:  # of the module's own code: it needs it
+        return False
+    return again is not None and not again.is_meta and again.equal(rows)
 
 
 def _output_tensor(output: Any) -> Tensor | None:

@@ -111,6 +111,23 @@ def test_a_dropout_that_is_off_changes_nothing() -> None:
     assert rewrite_of(toy(lambda q, k, v: F.dropout(F.softmax(scores(q, k), -1), 0.01, training=False) @ v)).layers
 
 
+def late_rows(scores: Tensor) -> Tensor:
+    """5 from the 40th row on, [1, 4, T, 1]."""
+    return ((torch.arange(scores.shape[2]) // 20 >= 2) * 5.0)[None, None, :, None].expand(1, 4, -1, 1)
+
+
+def distance(q: Tensor) -> Tensor:
+    index = torch.arange(q.shape[2])
+    return (index[:, None] - index).clamp(min=0)
+
+
+def written_before_the_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    powers = torch.exp(scores(q, k))
+    product = powers @ v
+    powers.mul_(0.5)
+    return product / powers.sum(-1, keepdim=True)
+
+
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
     "weaker blocks away": (weaker_blocks_away, r"another function of q\.k on \d+ tokens"),
     "weaker by a table": (weaker_by_a_table, r"another function of q\.k on \d+ tokens"),
@@ -133,6 +150,14 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
     "sink of the largest score": (
         lambda q, k, v: F.softmax(torch.cat([s := scores(q, k), s.amax(-1, keepdim=True)], -1), -1)[..., :-1] @ v, "sink is made of q.k"
     ),
+    "sink that changes later": (
+        lambda q, k, v: F.softmax(torch.cat([s := scores(q, k), late_rows(s)], -1), -1)[..., :-1] @ v, "its sinks are others on 609 tokens"
+    ),
+    "bias that begins later": (
+        lambda q, k, v: F.softmax(scores(q, k) - (distance(q) * (1 / 300) - 3).clamp(min=0) - distance(q) / 16, -1) @ v,
+        "0.00333333 in mul",
+    ),
+    "powers written before their sum": (written_before_the_sum, "weights"),
     "weights used elsewhere": (lambda q, k, v: (p := F.softmax(scores(q, k), -1)) @ v + p.amax(-1, keepdim=True), "go into amax, too"),
     "bias of query and key": (bias_of_both, "a bias that matches no known family"),
     "two sinks": (lambda q, k, v: F.softmax(F.pad(scores(q, k), (0, 2)), -1)[..., :-2] @ v, "2 columns besides"),
