@@ -69,6 +69,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": "[1]"}}, "structured_outputs", "structured_outputs.json: got [1]; allowed: a JSON object"),
     ({"structured_outputs": {"regex": "a"}, "regex": "a"}, "structured_outputs", "got one beside regex; give one of them"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least 1 item"),
+    ({"guided_choice": ["." * 4000] * 200}, "structured_outputs", "got 1,600,199 bytes of texts, with what is escaped"),
     ({"structured_outputs": {"choice": ["a"], "disable_any_whitespace": True}}, "structured_outputs", "Input should be False"),
     ({"structured_outputs": {"structural_tag": "a"}}, "structural_tag", "unknown field 'structural_tag'"),
     ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "there is one: llguidance; leave it out"),

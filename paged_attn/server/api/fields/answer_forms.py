@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from paged_attn.engine.sampling_params import MAX_GUIDE_BYTES
 from paged_attn.server.api.fields.bounds import MAX_SCHEMA_TEXT, Closed, GuideText, Name, Schema, at_most, texts_at_most
 from paged_attn.server.http.errors import ApiError
 from paged_attn.shown import shown
@@ -71,8 +72,16 @@ class StructuredOutputs(Closed):
         if name == "json_object":
             return {"json_schema": {"type": "object"}}
         if name == "choice":
-            return {"regex": "|".join(map(re.escape, value))}
+            return {"regex": _any_of(value)}
         return {"json_schema" if name == "json" else name: _parsed(value) if name == "json" else value}
+
+
+def _any_of(texts: list[str]) -> str:
+    regex = "|".join(map(re.escape, texts))
+    if (size := len(regex.encode(errors="surrogatepass"))) > MAX_GUIDE_BYTES:
+        what = f"got {size:,} bytes of texts, with what is escaped in them; allowed: at most {MAX_GUIDE_BYTES:,}; a regex may be shorter"
+        raise ApiError(400, f"structured_outputs.choice: {what}", param="structured_outputs")
+    return regex
 
 
 def _parsed(schema: dict[str, Any] | str) -> dict[str, Any]:
