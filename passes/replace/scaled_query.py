@@ -1,7 +1,7 @@
 """Scores of each head with a factor of its own (a learned temperature): the factors go into the queries, as a spec has one scale.
 
 Before: scores = q @ k^T * temperature [heads, 1, 1]
-After:  q * (temperature / temperature of the first head), and that one's as the scale
+After:  q * (temperature / the largest temperature), and that one as the scale
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
         )
     },
     "divided, with ALiBi": (divided_with_slopes, 4, {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)}),
-    "scale by head": (scaled_by_head, 2, {"scale": 0.25}),
+    "scale by head": (scaled_by_head, 2, {"scale": 1.0}),
     "keys first": (keys_first, 4, {"scale": SCALE}),
     "softcap": (capped, 2, {"softcap": 50.0, "scale": SCALE}),
     "window": (windowed, 4, {"sliding_window": 4096}),
