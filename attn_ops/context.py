@@ -71,7 +71,7 @@ class NoAttention:
 
 
 def without_attention(batch: Batch, dtype: torch.dtype, recurrent: Recurrent | None = None) -> ForwardContext:
-    """Of a step in which no paged attention runs, over a pool without layers of this dtype."""
+    """The context of a step in which no paged attention runs, over a pool without layers of this dtype."""
     return ForwardContext(batch, KVPool((), 2, batch.page_size, dtype, batch.slots.device), NoAttention(), recurrent)
 
 

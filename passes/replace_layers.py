@@ -11,7 +11,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, WrittenScores
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import remove_dead_code, shape_of, value_of
+from paged_attn.passes.fx.graph_tools import is_written, remove_dead_code, shape_of, value_of
 from paged_attn.passes.fx.model_facts import model_dtype
 from paged_attn.passes.prove.attention import AttentionProof
 from paged_attn.passes.prove.dual_chunk import DualChunkProof
@@ -21,7 +21,7 @@ from paged_attn.passes.recompute.replace import RecomputeReplacer
 from paged_attn.passes.replace.attention import replace_attention
 from paged_attn.passes.replace.dual_chunk import replace_dual_chunk
 from paged_attn.passes.replace.equal_heads import has_equal_heads
-from paged_attn.passes.replace.kv_heads import KVSource, as_received, is_written, kv_source
+from paged_attn.passes.replace.kv_heads import KVSource, as_received, kv_source
 from paged_attn.passes.replace.latent import replace_latent
 from paged_attn.passes.replace.operand_layout import Operand, operand_of
 from paged_attn.passes.replace.scaled_query import with_scaled_query

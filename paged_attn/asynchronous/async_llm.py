@@ -254,8 +254,7 @@ class AsyncLLM:
     async def _complete(self, prompts: Any, params: Any, lora: Loras, namespace: Any, priority: int, tell: Tell | None) -> list[Completion]:
         engine, texts, client = *self._ready(), object()
         listed = as_list(prompts)
-        ends = engine.limits.eos_token_ids
-        taken = params_of_each(params, len(listed), engine.default_params, ends, engine.tokenizer is not None, tell is not None)
+        taken = params_of_each(params, len(listed), engine.input_processor.as_params, engine.tokenizer is not None, tell is not None)
         loras = loras_of_each(lora, len(listed))
 
         async def one(index: int) -> list[Completion]:
@@ -276,8 +275,7 @@ class AsyncLLM:
     ) -> list[ChatCompletion]:
         engine, texts, client = *self._ready(), object()
         conversations = listed_conversations(messages)
-        ends = engine.limits.eos_token_ids
-        taken = params_of_each(params, len(conversations), engine.default_params, ends, engine.tokenizer is not None, tell is not None)
+        taken = params_of_each(params, len(conversations), engine.input_processor.as_params, engine.tokenizer is not None, tell is not None)
         loras = loras_of_each(lora, len(conversations))
         requests = [ChatRequest(conversation, **settings) for conversation in conversations]
 

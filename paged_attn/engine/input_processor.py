@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.engine.generation_config import as_params
 from paged_attn.engine.model.model_limits import ModelLimits
 from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, MarkedDecoder, WholeText
 from paged_attn.engine.requests.pooled_rows import Pooled
@@ -58,6 +59,10 @@ class InputProcessor:
         """How many may follow a prompt of so many tokens; without a limit at least 1, so that a prompt that is too long is refused."""
         wanted = max(self.room - prompt + 1, 1) if params.max_new_tokens is None else params.max_new_tokens
         return self.limits.allowed_new_tokens(prompt, wanted)
+
+    def as_params(self, given: Any) -> SamplingParams:
+        """What a caller's `SamplingParams` or `GenerationConfig` means to this model; raises as `generation_config.as_params`."""
+        return as_params(given, self.defaults, self.limits.eos_token_ids)
 
     def make(
         self,

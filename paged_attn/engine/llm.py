@@ -409,8 +409,7 @@ class LLM(PoolingCalls):
         return requests
 
     def _params(self, params: Params | Sequence[Params] | None, count: int, streamed: bool = False) -> list[SamplingParams]:
-        ends = self.engine.limits.eos_token_ids
-        return params_of_each(params, count, self.default_params, ends, self.tokenizer is not None, streamed)
+        return params_of_each(params, count, self.engine.input_processor.as_params, self.tokenizer is not None, streamed)
 
     def _token_ids(self, prompt: Prompt, is_chat: bool = False) -> Sequence[int]:
         if not isinstance(prompt, str):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from paged_attn.engine.generation_config import as_params
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.shown import shown
 
@@ -31,12 +30,11 @@ Loras: TypeAlias = "str | Sequence[str | None] | None"
 def params_of_each(
     params: Params | Sequence[Params] | None,
     count: int,
-    defaults: SamplingParams,
-    ends: Collection[int],
+    as_params: Callable[[Params], SamplingParams],
     has_tokenizer: bool,
     streamed: bool,
 ) -> list[SamplingParams]:
-    """Checked, one for each of so many prompts; `defaults` and `ends` as of `as_params`.
+    """Checked, one for each of so many prompts; `as_params`: of an `InputProcessor`.
 
     Raises:
         ValueError: another number of them, or one that asks for what there is not; TypeError: none of `Params`.
@@ -44,7 +42,7 @@ def params_of_each(
     chosen = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * count
     if len(chosen) != count:
         raise ValueError(f"{len(chosen)} SamplingParams for {count} prompts; give one for all or one for each")
-    taken = [as_params(each, defaults, ends) for each in chosen]
+    taken = [as_params(each) for each in chosen]
     if not has_tokenizer and any(each.stop for each in taken):
         raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
     if streamed and (scores := [each.prompt_logprobs for each in taken if each.prompt_logprobs is not None]):

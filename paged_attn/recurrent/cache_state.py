@@ -66,6 +66,12 @@ def _differs(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
     return type(before[0]) is not type(now[0]) or bool(before[0] != now[0])
 
 
+def value_at(root: Any, path: Path) -> Any:
+    for kind, key in path:
+        root = getattr(root, key) if kind == "attribute" else root[key]
+    return root
+
+
 def name_of(path: Path) -> str:
     """`layers[3].conv_states[0]`."""
     words = [f".{key}" if kind == "attribute" else "" if kind == "length" else f"[{key!r}]" for kind, key in path]
@@ -119,9 +125,7 @@ class CacheTemplate:
         """The states in a cache that the module was called with, or gave back."""
         states = []
         for path in self.state_paths:
-            value = cache
-            for kind, key in path:
-                value = getattr(value, key) if kind == "attribute" else value[key]
+            value = value_at(cache, path)
             assert isinstance(value, torch.Tensor), f"{name_of(path)} holds a {type(value).__name__} after a call"
             states.append(value.select(*self._columns[path]) if path in self._columns else value)
         return states

@@ -23,7 +23,7 @@ from paged_attn.calling.call_signature import plain_inputs, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.passes.fx.model_facts import model_device
-from paged_attn.recurrent.cache_state import CacheTemplate, Path, leaves_of, name_of
+from paged_attn.recurrent.cache_state import CacheTemplate, Path, leaves_of, name_of, value_at
 from paged_attn.recurrent.layer import KeptAttributes, RecurrentLayer, call_with_attributes
 from paged_attn.recurrent.verify import verified
 from paged_attn.recurrent.watching.attributes import attribute_states, calls_of, owners_of, without_unused
@@ -176,13 +176,8 @@ def _states(changed: set[Path], short: Watched, long: Watched) -> list[Path]:
 
 def _of_window(path: Path, cache: Any) -> bool:
     """Whether keys or values of a sliding window lie there, which are as many after SHORT tokens as after LONG if it is short."""
-    *way, (_, name) = path
-    if name not in ("keys", "values"):
-        return False
-    value = cache
-    for kind, key in way:
-        value = getattr(value, key) if kind == "attribute" else value[key]
-    return bool(getattr(value, "is_sliding", False))
+    _, name = path[-1]
+    return name in ("keys", "values") and bool(getattr(value_at(cache, path[:-1]), "is_sliding", False))
 
 
 def _growing(call: Call, short: Watched, long: Watched) -> list[str]:

@@ -8,7 +8,20 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.products import Product
+
+
+class UnknownAttention(UnsupportedError):
+    """A softmax over scores of tokens against tokens whose products are not found.
+
+    Attributes:
+        module: the path of the module that it is in; "" outside any.
+    """
+
+    def __init__(self, module: str, words: str) -> None:
+        self.module = module
+        super().__init__(words)
 
 
 @dataclass(frozen=True)

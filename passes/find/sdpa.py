@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.find.attention_site import AttentionSite, SdpaScores, attention_stand_in, module_path
-from paged_attn.passes.find.softmax import UnknownAttention
+from paged_attn.passes.find.attention_site import AttentionSite, SdpaScores, UnknownAttention, attention_stand_in, module_path
 from paged_attn.passes.fx.call_form import CallForm, CallNotPaged
 from paged_attn.passes.fx.graph_tools import arguments_of, call_of_value, call_with_value, depends_on, shape_of, symbol, value_of
 

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores, attention_stand_in, module_path
+from paged_attn.passes.find.attention_site import AttentionSite, UnknownAttention, WrittenScores, attention_stand_in, module_path
 from paged_attn.passes.find.decompose_flex import decompose_flex
 from paged_attn.passes.find.dual_chunk import find_dual_chunk
 from paged_attn.passes.find.products import Product, other_uses, score_products, split_baddbmm, weighted_sums
@@ -53,18 +52,6 @@ def find_softmax(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
 
 def is_softmax(node: fx.Node) -> bool:
     return (node.op == "call_function" and node.target in _SOFTMAX) or (node.op == "call_method" and node.target == "softmax")
-
-
-class UnknownAttention(UnsupportedError):
-    """A softmax over scores of tokens against tokens whose products are not found.
-
-    Attributes:
-        module: the path of the module that it is in; "" outside any.
-    """
-
-    def __init__(self, module: str, words: str) -> None:
-        self.module = module
-        super().__init__(words)
 
 
 @dataclass(frozen=True)

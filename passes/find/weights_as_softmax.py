@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from paged_attn.passes.find.products import Product, product_of, score_products
 from paged_attn.passes.find.score_layout import relabel
-from paged_attn.passes.fx.graph_tools import bases_of, call_with_value, op_name, shape_of, token_dims, value_of, written_values
+from paged_attn.passes.fx.graph_tools import bases_of, call_with_value, is_written, op_name, shape_of, token_dims, value_of
 from paged_attn.passes.fx.slicing import ancestors
 
 _SCALED = {"div", "truediv", "true_divide", "divide", "mul", "multiply"}
@@ -76,17 +76,12 @@ def _in_layout(product: Product, num_tokens: Any) -> Product:
     return relabel(product, labels, product.layout)
 
 
-def _written_between(product: Product, user: fx.Node) -> bool:
-    factors = bases_of([product.left, product.right, product.node])
-    return any(factors & written_values(node) for node in user.graph.nodes if product.node < node <= user)
-
-
 def _divided_before(product: Product, num_tokens: Any) -> Product:
     """(weights @ v) / sum as (weights / sum) @ v."""
     users = list(product.node.users)
     if len(users) != 1 or op_name(users[0]) not in _SCALED or len(users[0].args) != 2 or users[0].args[0] is not product.node:
         return product
-    if users[0].kwargs or _written_between(product, users[0]):
+    if users[0].kwargs or is_written(bases_of([product.left, product.right, product.node]), product.node, users[0].next):
         return product
     (user,), by = users, users[0].args[1]
     rows = shape_of(product.left)[:-1]

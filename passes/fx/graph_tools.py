@@ -106,6 +106,16 @@ def written_values(node: fx.Node) -> set[fx.Node]:
     return bases_of(target for target in targets if isinstance(target, fx.Node))
 
 
+def is_written(values: set[fx.Node], start: fx.Node, end: fx.Node) -> bool:
+    """Whether an in-place operation between the nodes `start` and `end` changes one of `values`."""
+    node = start
+    while node is not end:
+        if values & written_values(node):
+            return True
+        node = node.next
+    return False
+
+
 Writers = dict[fx.Node, list[fx.Node]]
 
 
@@ -321,3 +331,10 @@ def as_traced(value: Any) -> Any:
 def depends_on(size: Any, token_symbol: Any) -> bool:
     expression = symbol(size)
     return not isinstance(expression, int) and token_symbol in getattr(expression, "free_symbols", ())
+
+
+def add_buffer(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
+    """A node at the graph's insertion point whose value is this tensor, which the graph's module keeps under that name."""
+    assert graph.owning_module is not None
+    graph.owning_module.register_buffer(name, value, persistent=False)
+    return graph.get_attr(name)

@@ -24,29 +24,8 @@ _SCALED = {"add", "sub", "rsub", "subtract", "mul", "multiply", "floordiv", "flo
            "full", "full_like", "new_full", "tensor", "scalar_tensor", "fill", "masked_fill", "fill_diagonal", "iadd", "isub", "imul",
            "ifloordiv", "arange"}  # fmt: skip
 _FACTORS = {"mul", "multiply", "truediv", "true_divide", "div", "divide", "neg", "tensor", "scalar_tensor"}
-_SUMS = {
-    "add",
-    "iadd",
-    "sub",
-    "subtract",
-    "rsub",
-    "neg",
-    "to",
-    "float",
-    "type_as",
-    "unsqueeze",
-    "squeeze",
-    "view",
-    "reshape",
-    "expand",
-    "stack",
-    "cat",
-    "transpose",
-    "permute",
-    "contiguous",
-    "getitem",
-    "softmax",
-}
+_SUMS = {"add", "iadd", "sub", "subtract", "rsub", "neg", "to", "float", "type_as", "unsqueeze", "squeeze", "view", "reshape", "expand",
+         "stack", "cat", "transpose", "permute", "contiguous", "getitem", "softmax"}  # fmt: skip
 _SIZES = {"expand", "view", "reshape", "repeat", "broadcast_to", "unflatten", "ones", "zeros", "empty", "new_ones", "new_zeros",
           "new_empty", "eye"}  # fmt: skip
 _FILLS = {"masked_fill", "fill", "full", "full_like", "new_full", "where", "tensor", "scalar_tensor"}
@@ -81,8 +60,8 @@ def hidden_numbers(nodes: list[fx.Node], owned: dict[fx.Node, Tensor], shown: in
         for value in _numbers(direct):
             is_scaled = any(value is d for d in direct) and scaled_number(node, value) is not None
             is_power = op_name(node) in _POWERS and abs(value) > 4
-            largest = shown if shown > LARGEST_SHOWN and _is_added(node, among) else LARGEST_SHOWN
-            is_reciprocal = type(value) is float and 1 / NO_LIMIT < abs(value) < 1 / largest
+            is_reciprocal = type(value) is float and 1 / NO_LIMIT < abs(value) < 1 / LARGEST_SHOWN
+            is_reciprocal = is_reciprocal and not (abs(value) >= 1 / shown and _is_added(node, among))
             if is_power or is_reciprocal or (_is_large(value) and not is_scaled and not _is_harmless(node, value)):
                 found.append(f"{value:g} in {op_name(node)}")
     return list(dict.fromkeys(found))

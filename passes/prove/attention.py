@@ -74,10 +74,7 @@ class Prover:
             probe.first_column = function.first_column
             mask, has_mask = self._cached(probe, function.sinks), True
             self._check_further(region, function, mask.max_tokens)
-            limits = [
-                limit for limit in (mask.family.window, mask.family.chunk, mask.family.ahead, probe.stored_length) if limit is not None
-            ]
-            if scores.of_weights and max(limits) >= MORE_TOKENS:
+            if scores.of_weights and max([probe.stored_length, *mask.family.limits]) >= MORE_TOKENS:
                 raise region.refusal(f"whether those of a query add up to 1 is seen on {MORE_TOKENS} tokens, and something changes later")
             mask = replace(mask, evidence=f"scores evaluated: {function.describe()}; {mask.evidence}")
         declared = check_declared(self.model, site.module, mask.family, has_mask)

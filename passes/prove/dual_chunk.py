@@ -126,7 +126,7 @@ def prove_dual_chunk(probe: DualChunkProbe) -> DualChunkProof:
         raise probe.refusal(
             f"two probes show chunks of {first} and {second}, in the orders {order} and {other}, which no number in it explains"
         )
-    if strange := [str(each) for each in probe.literals if abs(each - chunk) > 2] + probe.hidden:
+    if strange := [str(each) for each in probe.literals if abs(each - chunk) > 2] + probe.hidden():
         others = ", ".join(strange)
         raise probe.refusal(f"besides its chunks of {chunk} its graph holds {others}, which small probes cannot show to be harmless")
     scale = min(_numbers(probe), key=lambda each: probe.check(MATCH_LENGTHS[0], probe.scales[0], order, first, each))

@@ -37,6 +37,10 @@ class MaskFamily:
             seen = seen & (j < i + self.ahead)
         return seen
 
+    @property
+    def limits(self) -> list[int]:
+        return [limit for limit in (self.window, self.chunk, self.ahead) if limit is not None]
+
     def describe(self) -> str:
         words = ["causal" if self.causal else "bidirectional"]
         limits = (("window", self.window), ("window ahead", self.ahead), ("chunk", self.chunk))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.fx.mask_literals import LARGEST_SHOWN, hidden_numbers
+from paged_attn.passes.fx.mask_literals import LARGEST_SHOWN
 from paged_attn.passes.prove.bias_family import BiasFamily, FloatArray, equals_bias, match_bias
 from paged_attn.passes.prove.mask_family import BoolMatrix, MaskFamily, draw, match_family, packed_variants
 from paged_attn.passes.prove.mask_probe import MaskProbe, Seen
@@ -129,9 +129,7 @@ def _unscale(probe: MaskProbe, found: list[MaskFamily]) -> MaskFamily:
 def _direct_length(probe: MaskProbe, family: MaskFamily, max_positions: int | None, heads: int) -> int:
     """`heads`: that the mask or bias differs for."""
     longest = min(DIRECT_LIMIT, math.isqrt(MOST_DIRECT_ELEMENTS // probe.num_heads))
-    length = max(
-        (limit + 97 for limit in (family.window, family.chunk, family.ahead) if limit is not None and limit + 97 <= longest), default=0
-    )
+    length = max((limit + 97 for limit in family.limits if limit + 97 <= longest), default=0)
     if probe.stored_length > DIRECT_LENGTH:  # numbers in a tensor may begin to matter anywhere in it
         most = MOST_BIAS_ELEMENTS if heads == 1 else MOST_DIRECT_ELEMENTS
         length = max(length, min(probe.stored_length, math.isqrt(most // heads)))
@@ -144,12 +142,11 @@ def _explain_numbers(probe: MaskProbe, family: MaskFamily, direct: Seen) -> None
 
     A bias has numbers of its own (T5's 128, ALiBi's 1/256): those are shown by the direct probe, which is more than twice as long.
     """
-    limits = [limit for limit in (family.window, family.chunk, family.ahead) if limit is not None]
+    limits = family.limits
     shown = len(direct.visible) // 2 if direct.bias is not None else 0
     limits += probe.literals if probe.scales is LIMITS else []
     unexplained = [literal for literal in probe.literals if literal > shown and not any(abs(limit - literal) <= 2 for limit in limits)]
-    hidden = hidden_numbers(probe.about_positions, probe.owned, shown) if shown > LARGEST_SHOWN else probe.hidden
-    if strange := [f"{literal}" for literal in unexplained] + hidden:
+    if strange := [f"{literal}" for literal in unexplained] + probe.hidden(max(shown, LARGEST_SHOWN)):
         holds = f"its graph holds {', '.join(strange)}, which they cannot show to be harmless"
         raise _unexplained(probe, f"small probes say {family.describe()}, but {holds}")
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores, module_path
-from paged_attn.passes.find.softmax import UnknownAttention
+from paged_attn.passes.find.attention_site import AttentionSite, UnknownAttention, WrittenScores, module_path
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import argument_of, name_of, shape_at, value_of
 from paged_attn.passes.fx.mask_literals import HIDES, hidden_numbers, scaled_numbers

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.passes.fx.call_form import CallForm, CallNotPaged, Values
-from paged_attn.passes.fx.mask_literals import hidden_numbers, is_size, scaled_number, scaled_numbers
+from paged_attn.passes.fx.mask_literals import LARGEST_SHOWN, hidden_numbers, is_size, scaled_number, scaled_numbers
 from paged_attn.passes.fx.slicing import MAX_NODES, evaluate
 from paged_attn.passes.prove.score_subgraph import (
     needed_for_values,
@@ -56,11 +56,13 @@ class SubgraphProbe:
             raise UnsupportedError(
                 f"{where}: its mask is made by {len(self.nodes)} operations, more than the {MAX_NODES} that are evaluated"
             )
-        about_positions = without_score_arithmetic(self.nodes, products)
-        self.literals = scaled_numbers(about_positions)
+        self._about_positions = without_score_arithmetic(self.nodes, products)
+        self.literals = scaled_numbers(self._about_positions)
         self.owned = {n: values[n] for n in self.nodes if form.roles.get(n) == "owned"}
-        self.about_positions = about_positions
-        self.hidden = hidden_numbers(about_positions, self.owned)
+
+    def hidden(self, shown: int = LARGEST_SHOWN) -> list[str]:
+        """Its numbers that no probe can show, as of `hidden_numbers`."""
+        return hidden_numbers(self._about_positions, self.owned, shown)
 
     def images(self, scale: Sequence[int]) -> dict[int, int]:
         """What each large literal becomes under a scale; literals within 2 of each other keep their difference."""

@@ -10,6 +10,7 @@ The cost of a step is that of the attention on all tokens of every request, so t
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx, nn
@@ -48,20 +49,21 @@ class RecomputeReplacer:
         """
         if isinstance(site.scores, WrittenScores) and site.scores.lse is not None:
             raise reason
-        output = site.scores.output if isinstance(site.scores, WrittenScores) else site.node
+        output, order = (site.scores.output, site.original_order) if isinstance(site.scores, WrittenScores) else (site.node, (0, 1, 2, 3))
         region = find_recompute_region(self.tokens, output, site.node, site.where)
-        spec, program = self._spec(site, region, layer_id, f"{site.where}: {reason.what}")
+        spec, program = self._spec(site, region, order, layer_id, f"{site.where}: {reason.what}")
         logger.info(
             "%s: %s, so that every step evaluates it on all tokens of each request: the cost of a token grows with the square of the "
             "length", site.where, reason.what,
         )  # fmt: skip
         return (spec, *_emit(site, region, spec, program, layer_id))
 
-    def _spec(self, site: AttentionSite, region: RecomputeRegion, layer_id: int, where: str) -> tuple[RecomputeSpec, Program]:
+    def _spec(
+        self, site: AttentionSite, region: RecomputeRegion, order: Sequence[int], layer_id: int, where: str
+    ) -> tuple[RecomputeSpec, Program]:
         result = value_of(site.node)
         dtype = result.dtype if self.model is None else model_dtype(self.model)
         rows = tuple(row_input(node, self.form, dtype) for node in region.rows)
-        order = (0, 1, 2, 3) if region.output is site.node else site.original_order  # SDPA is found in four dims, whatever it had
         program = make_program(region, self.form, self.values, order, where)
         if program.computes not in self._proved:
             owned = [self._tensor(node) for node in program.owned]

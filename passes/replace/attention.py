@@ -20,7 +20,7 @@ from torch.fx.node import Argument
 from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
-from paged_attn.passes.fx.graph_tools import value_of
+from paged_attn.passes.fx.graph_tools import add_buffer, value_of
 from paged_attn.passes.prove.attention import AttentionProof
 from paged_attn.passes.replace.kv_heads import KVSource, as_received, head_rows
 
@@ -86,9 +86,9 @@ def _extra_operands(graph: fx.Graph, proof: AttentionProof, layer_id: int) -> di
     if function.sinks is not None:
         extra["sinks"] = graph.call_function(aten.reshape.default, (function.sinks, [-1]))
     elif function.constant_sinks is not None:
-        extra["sinks"] = _buffer(graph, f"sinks_{layer_id}", torch.tensor(function.constant_sinks), proof)
+        extra["sinks"] = add_buffer(graph, f"sinks_{layer_id}", torch.tensor(function.constant_sinks, device=proof.device))
     if bias is not None and bias.table is not None:
-        extra["bias"] = _buffer(graph, f"bias_{layer_id}", torch.from_numpy(bias.table).float(), proof)
+        extra["bias"] = add_buffer(graph, f"bias_{layer_id}", torch.from_numpy(bias.table).float().to(proof.device))
     return extra
 
 
@@ -102,10 +102,3 @@ def _use_log_sum_exp(site: AttentionSite, lse_out: fx.Node) -> None:
     new = graph.call_function(aten.to.dtype, (new, value.dtype))
     new.meta["example_value"] = value
     old.replace_all_uses_with(new)
-
-
-def _buffer(graph: fx.Graph, name: str, value: torch.Tensor, proof: AttentionProof) -> fx.Node:
-    module = graph.owning_module
-    assert module is not None
-    module.register_buffer(name, value.to(proof.device), persistent=False)
-    return graph.get_attr(name)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import shape_at, shape_of, size_at, symbol, value_of, written_values
+from paged_attn.passes.fx.graph_tools import is_written, shape_at, shape_of, size_at, symbol, value_of
 from paged_attn.passes.fx.slicing import evaluate
 
 aten = torch.ops.aten
@@ -67,16 +67,6 @@ def unrepeated(received: KVSource, user: fx.Node, form: CallForm) -> Iterator[KV
         source = _proved_source(base, chain, received, form)
         if source is not None and not is_written({base, *chain}, chain[0], user):
             yield source
-
-
-def is_written(values: set[fx.Node], start: fx.Node, end: fx.Node) -> bool:
-    """Whether an in-place operation between the nodes `start` and `end` changes one of `values`."""
-    node = start
-    while node is not end:
-        if values & written_values(node):
-            return True
-        node = node.next
-    return False
 
 
 def _shape_ancestors(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from paged_attn.passes.find.attention_site import AttentionSite
-from paged_attn.passes.fx.graph_tools import value_of
+from paged_attn.passes.fx.graph_tools import add_buffer, value_of
 
 aten = torch.ops.aten
 
@@ -20,13 +20,9 @@ aten = torch.ops.aten
 def with_scaled_query(site: AttentionSite, by_head: Sequence[float], layer_id: int, device: torch.device) -> AttentionSite:
     """The site with a query [1, heads, T, dim] that is multiplied so."""
     graph, like = site.node.graph, value_of(site.query)
-    module = graph.owning_module
-    assert module is not None
-    name = f"query_factors_{layer_id}"
     factors = torch.tensor(by_head, dtype=like.dtype, device=device)[:, None, None]
-    module.register_buffer(name, factors, persistent=False)
     with graph.inserting_before(site.node):
-        by = graph.get_attr(name)
+        by = add_buffer(graph, f"query_factors_{layer_id}", factors)
         query = graph.call_function(aten.mul.Tensor, (site.query, by))
     by.meta["example_value"] = factors
     query.meta |= {"example_value": like, "nn_module_stack": site.node.meta.get("nn_module_stack")}

@@ -36,7 +36,7 @@ from paged_attn.engine.tracing.repeated.marks import marked
 from paged_attn.engine.tracing.repeated.same_code import NotAlike, guards_of_trace
 from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, not_traced
 from paged_attn.engine.tracing.while_tracing import dynamo_unlogged, messages, no_collections, open_multihead_attention, plain_buffers
-from paged_attn.passes.find.softmax import UnknownAttention
+from paged_attn.passes.find.attention_site import UnknownAttention
 from paged_attn.passes.fx.model_facts import max_positions
 from paged_attn.passes.prove.mask_probe import ShortTable
 from paged_attn.stopwatch import part

@@ -48,7 +48,7 @@ def ready(request: Request, model: str | None) -> tuple[ServerState, Engine, Tex
 
 
 def model_names(state: ServerState) -> list[str]:
-    """Those of the model, and of its adapters."""
+    """The names of the model and of its adapters."""
     engine = state.llm.thread.engine
     return [*state.settings.names, *(engine.adapters.loaded if engine is not None and engine.adapters is not None else ())]
 

@@ -13,8 +13,8 @@ from packaging.version import Version
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.find.attention_site import UnknownAttention
 from paged_attn.passes.find.sdpa import find_sdpa
-from paged_attn.passes.find.softmax import UnknownAttention
 from paged_attn.passes.fx.call_form import CallNotPaged
 from tests.passes.graphs import Toy, assert_ragged_equals_alone, masked, rewrite_of, trace
 
