@@ -93,13 +93,13 @@ def _moves_nothing(node: fx.Node) -> bool:
 
 
 def on_distinct_numbers(base: fx.Node, chain: list[fx.Node], form: CallForm) -> tuple[Tensor, Tensor]:
-    """A tensor like `base` of the numbers from 0 on, in the probe's size, and what the last node of `chain` makes of it."""
+    """A tensor like `base` of the numbers from 0 on, in the probe's size, and what the last node of `chain` makes of it; on the CPU."""
     sizes = shape_at(base, form.num_tokens, PROBE_TOKENS)
     numbers = torch.arange(math.prod(sizes)).view(sizes)
     given: dict[fx.Node, Any] = {base: numbers}
     for other in {other for node in chain for other in node.all_input_nodes} - {base, *chain}:
         given[other] = concrete(value_of(other), form)
-    return numbers, evaluate(chain, given, chain[-1])
+    return numbers, evaluate(chain, given, chain[-1]).cpu()  # `_moves_nothing` moves these
 
 
 def _proved_source(base: fx.Node, chain: list[fx.Node], received: KVSource, form: CallForm) -> KVSource | None:

@@ -12,7 +12,14 @@ from paged_attn.backends.experts.base import ExpertsBackend
 from paged_attn.backends.needs import TRITON, Needs
 from paged_attn.backends.unit_stride import unit_last
 
-FEW_TOKENS = 8  # beyond them tokens share experts, and a product reads each once
+FEW_TOKENS = 16
+SHARED = 1.27  # pairs for each expert that they have: from here on one read of it for all of its pairs is faster (docs/design/experts.md)
+
+
+def reads_each_pair(tokens: int, top_k: int, experts: int) -> bool:
+    """Whether so few tokens share an expert, if they choose at random, that each pair of a token and an expert reads the weights anew."""
+    chosen = experts * (1 - (1 - min(1, top_k / experts)) ** tokens)
+    return tokens <= FEW_TOKENS and tokens * top_k <= SHARED * chosen
 
 
 class TritonExpertsBackend(ExpertsBackend):
@@ -21,7 +28,7 @@ class TritonExpertsBackend(ExpertsBackend):
         devices=frozenset({"cuda", "hip"}),
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         requirements=(TRITON,),
-        note="up to 8 tokens read each chosen expert once; more are sorted by expert; prompts on Hopper have a kernel of their own",
+        note="a few tokens read experts one by one; more are sorted by expert; prompts on Hopper have a kernel of their own",
     )
 
     def forward(
@@ -31,7 +38,8 @@ class TritonExpertsBackend(ExpertsBackend):
         from paged_attn.backends.experts.triton.grouped import grouped_experts
 
         given = unit_last(x).to(w1.dtype)
-        kernel = few_experts if len(x) <= FEW_TOKENS and w1.stride(-1) == 1 and w2.stride(2) == 1 else grouped_experts
+        few = reads_each_pair(len(x), ids.shape[1], len(w2)) and w1.stride(-1) == 1 and w2.stride(2) == 1
+        kernel = few_experts if few else grouped_experts
         biases = unit_last(b1), unit_last(b2)
         return kernel(given, ids.contiguous(), weights.contiguous(), w1, w2, *biases, gating).to(x.dtype)
 

@@ -94,11 +94,14 @@ def grouped_experts(
     num_pairs = tokens * top_k
     products = hopper_products(x, w1, w2, b1, b2, gating, num_pairs / experts) if tiling is None else None
     tiling = tiling or tiling_for(num_pairs / experts, w1, gating.gated)
-    pairs, blocks, _ = sorted_pairs(ids, experts, BLOCK if products else tiling.m)
     early = early_start(x.device, num_pairs <= ONE_PROGRAM)
     inner = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, hidden), dtype=x.dtype, device=x.device)
     output = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    if tokens == 1 and not products:
+        _general_products(x, weights, w1, w2, b1, b2, gating, tiling, top_k, None, ids, inner, parts, early, output)
+        return output
+    pairs, blocks, _ = sorted_pairs(ids, experts, BLOCK if products else tiling.m)
     if products:
         products[0](x, top_k, pairs, blocks, weights, inner)
         products[1](inner, 1, pairs, blocks, weights, parts)
@@ -113,21 +116,25 @@ def grouped_experts(
 
 def _general_products(
     x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating, tiling: GroupedTiling,
-    top_k: int, pairs: Tensor, blocks: Tensor, inner: Tensor, parts: Tensor, early: dict[str, bool],
+    top_k: int, pairs: Tensor | None, blocks: Tensor, inner: Tensor, parts: Tensor, early: dict[str, bool], output: Tensor | None = None,
 ) -> None:  # fmt: skip
-    (experts, hidden, width), num_blocks = w2.shape, blocks.shape[1]
+    """Writes `inner` and `parts`; of one token, whose ids are the `blocks`, `output` as well."""
+    (experts, hidden, width), num_blocks, columns = w2.shape, blocks.shape[1], triton.cdiv(w2.shape[1], tiling.n)
+    counters = 0 if output is None else triton.next_power_of_2(columns)
+    arrived = torch.empty(counters, dtype=torch.int32, device=x.device) if counters else None
     how = {
-        "EXPERTS": experts, "H": hidden, "WIDTH": width, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-        "BLOCK_M": tiling.m, "BLOCK_N": tiling.n, "BLOCK_K": tiling.k, "num_warps": tiling.warps, "num_stages": tiling.stages,
+        "EXPERTS": experts, "TOP_K": top_k, "H": hidden, "WIDTH": width, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "BLOCK_M": tiling.m, "BLOCK_N": tiling.n, "BLOCK_K": tiling.k, "COUNTERS": counters, "num_warps": tiling.warps,
+        "num_stages": tiling.stages,
     }  # fmt: skip
     launch(
         grouped_first, (num_blocks * triton.cdiv(width, tiling.n),),
-        x, pairs, blocks, w1, b1, inner, num_blocks, x.stride(0), *strides_of(w1, width), 0 if b1 is None else b1.stride(0),
-        gating.limit, gating.alpha, TOP_K=top_k, HAS_BIAS=b1 is not None, **constants_of(gating), **how, **early,
+        x, pairs, blocks, w1, b1, inner, arrived, num_blocks, x.stride(0), *strides_of(w1, width), 0 if b1 is None else b1.stride(0),
+        gating.limit, gating.alpha, HAS_BIAS=b1 is not None, **constants_of(gating), **how, **early,
     )  # fmt: skip
     launch(
-        grouped_second, (num_blocks * triton.cdiv(hidden, tiling.n),),
-        inner, pairs, blocks, weights, w2, b2, parts, num_blocks, *w2.stride(), 0 if b2 is None else b2.stride(0),
+        grouped_second, (num_blocks * columns,),
+        inner, pairs, blocks, weights, w2, b2, parts, output, arrived, num_blocks, *w2.stride(), 0 if b2 is None else b2.stride(0),
         HAS_BIAS=b2 is not None, EARLY=early["EARLY"], **how,  # not launched early: beside the first it would crowd some multiprocessors
     )  # fmt: skip
 

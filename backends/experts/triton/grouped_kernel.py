@@ -12,23 +12,29 @@ from paged_attn.backends.experts.triton.gate import activated, gated
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def grouped_first(
-    x, pairs, blocks, w1, b1, inner, num_blocks, x_stride, expert_stride, up_stride, row_stride, column_stride, bias_stride,
+    x, pairs, blocks, w1, b1, inner, arrived, num_blocks, x_stride, expert_stride, up_stride, row_stride, column_stride, bias_stride,
     limit, alpha,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_ALPHA: tl.constexpr,
     GATE_SOFTCAP: tl.constexpr, UP_SOFTCAP: tl.constexpr, UP_FIRST: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
+    COUNTERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """inner [T k, I], by pair, of x [T, H] and w1 [E, rows, H]; rows as in `few_first`."""
+    """inner [T k, I], by pair, of x [T, H] and w1 [E, rows, H]; rows as in `few_first`.
+
+    COUNTERS, a power of 2: T is 1, and `blocks` are its ids, each a block of its own; `arrived` becomes 0. Otherwise COUNTERS is 0.
+    """
     if EARLY:
         tl.extra.cuda.gdc_wait()
+    if COUNTERS > 0:
+        if tl.program_id(0) == 0:
+            tl.store(arrived + tl.arange(0, COUNTERS), tl.zeros([COUNTERS], tl.int32))
     columns: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // columns
     expert = tl.load(blocks + block)
     if expert >= EXPERTS:
         return
-    pair, real = _pairs_of(pairs, blocks, block, num_blocks, BLOCK_M)
+    pair, real = _pairs_of(pairs, blocks, block, num_blocks, BLOCK_M, COUNTERS)
     column = tl.program_id(0) % columns
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = x + (pair // TOP_K).to(tl.int64)[:, None] * x_stride
@@ -76,33 +82,39 @@ def grouped_first(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def grouped_second(
-    inner, pairs, blocks, weights, w2, b2, parts, num_blocks, expert_stride, row_stride, column_stride, bias_stride,
-    EXPERTS: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    inner, pairs, blocks, weights, w2, b2, parts, output, arrived, num_blocks, expert_stride, row_stride, column_stride, bias_stride,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
+    COUNTERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """parts [T k, H], by pair: weight (inner w2[expert]^T + b2[expert]). EARLY: what comes next may be launched beside it."""
+    """parts [T k, H], by pair: weight (inner w2[expert]^T + b2[expert]). EARLY: what comes next may be launched beside it.
+
+    With COUNTERS (see `grouped_first`) the last program of some columns adds up the parts of all experts, as `sum_parts` does.
+    """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     columns: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
-    block = tl.program_id(0) // columns
+    block, column = tl.program_id(0) // columns, tl.program_id(0) % columns
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     expert = tl.load(blocks + block)
-    if expert >= EXPERTS:
-        return
-    pair, real = _pairs_of(pairs, blocks, block, num_blocks, BLOCK_M)
-    n = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = inner + pair.to(tl.int64)[:, None] * WIDTH
-    weight = w2 + expert.to(tl.int64) * expert_stride
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, WIDTH, BLOCK_K):
-        left = _left(rows, start, WIDTH, BLOCK_K)
-        right = _right(weight, n, start, row_stride, column_stride, H, WIDTH, BLOCK_N, BLOCK_K)
-        total = tl.dot(left, right, total, input_precision=PRECISION)
-    if HAS_BIAS:
-        total += tl.load(b2 + expert.to(tl.int64) * bias_stride + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
-    total *= tl.load(weights + pair).to(tl.float32)[:, None]
-    at = parts + pair.to(tl.int64)[:, None] * H + n[None, :]
-    tl.store(at, total.to(parts.dtype.element_ty), mask=real[:, None] & (n < H)[None, :])
+    if expert < EXPERTS:
+        pair, real = _pairs_of(pairs, blocks, block, num_blocks, BLOCK_M, COUNTERS)
+        rows = inner + pair.to(tl.int64)[:, None] * WIDTH
+        weight = w2 + expert.to(tl.int64) * expert_stride
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, WIDTH, BLOCK_K):
+            left = _left(rows, start, WIDTH, BLOCK_K)
+            right = _right(weight, n, start, row_stride, column_stride, H, WIDTH, BLOCK_N, BLOCK_K)
+            total = tl.dot(left, right, total, input_precision=PRECISION)
+        if HAS_BIAS:
+            total += tl.load(b2 + expert.to(tl.int64) * bias_stride + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
+        total *= tl.load(weights + pair).to(tl.float32)[:, None]
+        at = parts + pair.to(tl.int64)[:, None] * H + n[None, :]
+        tl.store(at, total.to(parts.dtype.element_ty), mask=real[:, None] & (n < H)[None, :])
+    if COUNTERS > 0:
+        tl.debug_barrier()  # every thread's part is written before the one thread that counts says so
+        if tl.atomic_add(arrived + column, 1, sem="acq_rel") == TOP_K - 1:
+            _add_up(parts, blocks, output, 0, n, EXPERTS, TOP_K, H)
 
 
 @triton.jit
@@ -111,21 +123,30 @@ def sum_parts(parts, ids, output, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H:
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
+    _add_up(parts, ids, output, tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), EXPERTS, TOP_K, H)
+
+
+@triton.jit
+def _add_up(parts, ids, output, token, h, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr):
+    total = tl.zeros(h.shape, tl.float32)
     for j in tl.static_range(TOP_K):
         served = tl.load(ids + token * TOP_K + j) < EXPERTS
-        total += tl.load(parts + (token * TOP_K + j) * H + h, mask=served & (h < H), other=0.0).to(tl.float32)
+        part = tl.load(parts + (token * TOP_K + j) * H + h, mask=served & (h < H), other=0.0, cache_modifier=".cg")  # from all programs
+        total += part.to(tl.float32)
     tl.store(output + token * H + h, total.to(output.dtype.element_ty), mask=h < H)
 
 
 @triton.jit
-def _pairs_of(pairs, blocks, block, num_blocks, BLOCK_M: tl.constexpr):
+def _pairs_of(pairs, blocks, block, num_blocks, BLOCK_M: tl.constexpr, COUNTERS: tl.constexpr):
     """A block's pairs, and which of them are real: what stands in the other rows is computed, and not stored."""
-    slot = tl.load(blocks + num_blocks + block) + tl.arange(0, BLOCK_M)
-    real = slot < tl.load(blocks + 2 * num_blocks + block)
-    return tl.load(pairs + slot, mask=real, other=0), real
+    row = tl.arange(0, BLOCK_M)
+    if COUNTERS > 0:
+        pair, real = block + row * 0, row == 0
+    else:
+        slot = tl.load(blocks + num_blocks + block) + row
+        real = slot < tl.load(blocks + 2 * num_blocks + block)
+        pair = tl.load(pairs + slot, mask=real, other=0)
+    return pair, real
 
 
 @triton.jit

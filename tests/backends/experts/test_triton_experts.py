@@ -14,6 +14,7 @@ from tests.backends.experts.operands import DEVICE, GATINGS, close, operands
 from tests.covering import every_pair
 
 pytest.importorskip("triton")
+from paged_attn.backends.experts.triton.backend import reads_each_pair
 from paged_attn.backends.experts.triton.few import FewTiling, few_experts
 from paged_attn.backends.experts.triton.grouped import GroupedTiling, grouped_experts
 
@@ -87,6 +88,26 @@ def test_published_widths_in_16_bits(tokens: int, kernel: str, dtype: torch.dtyp
     given = operands(tokens, Gating(), experts=128, top_k=8, hidden=2048, width=768, dtype=dtype)
     wide = tuple(value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value for value in given)
     assert close(KERNELS[kernel](*given), experts_one_by_one(*wide), 0.01)
+
+
+@pytest.mark.parametrize("tiling", [None, GroupedTiling(16, 16, 16)])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("ids", [[5, 0, 2], [5, 5, 5], [6, 1, 9], [6, 7, 8]])  # there are six experts
+def test_one_token_is_not_sorted(ids: list[int], transposed: bool, tiling: GroupedTiling | None) -> None:
+    given = list(operands(1, GATINGS["interleaved, clamped, alpha"], top_k=3, bias=True, transposed=transposed))
+    given[1] = torch.tensor([ids], device=DEVICE)
+    expected = experts_one_by_one(*given)
+    for _ in range(2):
+        result = grouped_experts(*given, tiling=tiling)
+        assert close(result, expected) if min(ids) < 6 else not result.any()
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "most"), [(128, 8, 8), (64, 6, 6), (512, 10, 16), (8, 2, 2), (16, 2, 4), (16, 1, 8), (4, 8, 0)],
+)  # fmt: skip
+def test_tokens_that_share_experts_read_each_once(experts: int, top_k: int, most: int) -> None:
+    few = [tokens for tokens in range(1, 40) if reads_each_pair(tokens, top_k, experts)]
+    assert few == list(range(1, most + 1))
 
 
 def test_an_op_is_given_all_of_a_gate() -> None:
