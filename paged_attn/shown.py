@@ -1,4 +1,4 @@
-"""Values in messages, however large they are."""
+"""Values in messages, however large they are, and texts that cannot be written there."""
 
 from __future__ import annotations
 
@@ -14,3 +14,12 @@ def shown(value: object) -> str:
     """As `repr`, but never long, and never made of the whole value."""
     text = _SHORT.repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def is_utf8(text: str) -> bool:
+    """Whether there is no half of a surrogate pair in it, which JSON may write as an escape."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,7 +1,7 @@
 """Which backend runs a model.
 
 In: specs, device, dtype, page size. Out: a backend, or a reason for every one that was refused.
-Change: what is taken: `select.py`; what a model asks: `requirements.py`, `latents.py`; the order: `ranking.py`, measured: `tuned.py`.
+Change: what is taken: `select.py`; what a model asks: `requirements.py`; the order: `ranking.py`, measured: `tuned.py`.
 Change: which backends there are: `registry.py`; optional packages: `packages.py`.
 Change: experts: `experts.py`; scans: `scans.py`; both: `by_name.py`. Tables of all of them: `paged_attn/report/backend_matrix.py`.
 """

@@ -12,13 +12,17 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend
-from paged_attn.backends.attention.capabilities import PHASES, Feature
+from paged_attn.backends.attention.capabilities import PHASES, Capabilities, Feature
 from paged_attn.backends.attention.hybrid import DECODE, EXTEND, NOT_DETERMINISTIC, hybrid_of
-from paged_attn.backends.selection.ranking import Order
+from paged_attn.backends.devices import architecture_of, device_word
+from paged_attn.backends.needs import wrong_device
+from paged_attn.backends.selection.packages import unmet_requirements
+from paged_attn.backends.selection.ranking import Order, row_for
 from paged_attn.backends.selection.registry import UNSUPPORTED, backend_class, backend_names, loadable_classes
 from paged_attn.backends.selection.requirements import Requirements
 
 logger = logging.getLogger("paged_attn")
+EVERYWHERE = "torch_native"  # runs on any device, and slowly on a GPU
 
 
 @dataclass(frozen=True)
@@ -195,3 +199,28 @@ def _refusal(required: Requirements, name: str, against: Mapping[str, str]) -> U
         hint = f"With disable_passes=('latent_attention',) keys and values of all heads are kept instead of latents. {hint}"
     what = f"no attention backend for this model with backend={name!r}{asked}"
     return UnsupportedError(f"{what}:\n{listed}\n{hint} see `paged-attn backends`.")
+
+
+def serves_latents(name: str, device: torch.device) -> bool:
+    """Asked before a graph is rewritten: whether `backend=name` runs latent attention on a device: every part of the name can; of "auto"
+    one that a CPU takes, or one with kernels for the GPU whose packages are there.
+
+    Raises:
+        ValueError: as `select` does for a name.
+    """
+    if name != "auto":
+        return all(Feature.MLA in backend_class(part).capabilities.features for part in split_name(name))
+    word = device_word(device)
+    architecture = architecture_of(device)
+    names = [each for each in row_for(word, architecture).latents if word.startswith("cpu") or each != EVERYWHERE]
+    return any(_able(backend_class(each).capabilities, word, architecture) for each in names)
+
+
+def _able(capabilities: Capabilities, word: str, architecture: int | None) -> bool:
+    """In all steps: a model that is left with a backend for decode alone finds none."""
+    return (
+        Feature.MLA in capabilities.features
+        and capabilities.phases == PHASES
+        and not wrong_device(capabilities, word, architecture)
+        and not unmet_requirements(capabilities.requirements)
+    )

@@ -21,8 +21,7 @@ from paged_attn.attn_ops.ops.routing import ROUTE_KERNEL
 from paged_attn.backends.attention.by_group import by_group
 from paged_attn.backends.devices import has_triton, memory_of
 from paged_attn.backends.selection.experts import experts_backend
-from paged_attn.backends.selection.latents import serves_latents
-from paged_attn.backends.selection.select import Selection, select_for_pool
+from paged_attn.backends.selection.select import Selection, select_for_pool, serves_latents
 from paged_attn.calling.body import Body
 from paged_attn.capture.graphs.recorder import CudaRecorder, Recorder
 from paged_attn.check.runs.steps import ProbeSettings, lengths_of_steps

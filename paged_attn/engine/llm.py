@@ -33,8 +33,7 @@ from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.setting_names import OTHER_CALL, tells_names
 from paged_attn.progress import bar
 from paged_attn.progress import progress as showing
-from paged_attn.shown import shown
-from paged_attn.utf8 import is_utf8
+from paged_attn.shown import is_utf8, shown
 
 LORAS = 8  # room for adapters where some are given and max_loras is not
 

@@ -13,8 +13,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from paged_attn.engine.setting_names import OTHER_PARAM, SAME_PARAM, familiar, with_hint
-from paged_attn.shown import shown
-from paged_attn.utf8 import is_utf8
+from paged_attn.shown import is_utf8, shown
 
 LogitsProcessor = Callable[[Any, Any], Any]  # (input_ids [1, T], scores [1, V]) -> scores; tensors
 MAX_PENALTY = 2.0

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from paged_attn.server.logs.histogram import CountingHistogram
+from paged_attn.server.logs.metrics import CountingHistogram
 from tests.engine.models import make_engine
 from tests.recurrent_models import recurrent
 from tests.server.serving import Running, chat_tokenizer, held, serving, wait_for

@@ -10,7 +10,7 @@ from typing import Any
 from paged_attn.chat.formats.tool_format import Call, ToolFormat, as_json, as_text
 from paged_attn.chat.parts import Content, Part, Reasoning, ToolCall
 from paged_attn.chat.tools import Tool
-from paged_attn.utf8 import is_utf8
+from paged_attn.shown import is_utf8
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 SLICE = 64  # characters that are read at a time; where the parser fails among them, they are read again one by one

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from paged_attn.chat.marks import overlap
 from paged_attn.chat.tools import Tool
-from paged_attn.utf8 import is_utf8
+from paged_attn.shown import is_utf8
 
 MAX_CALLS_ENFORCED = 16  # of one answer
 SPACE = " \t\r\n"

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.host_copy import copy_to_device
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
+from paged_attn.attn_ops.model_code import model_code
 from paged_attn.backends.devices import has_triton
 from paged_attn.engine.sampling.forbidden import forbid
-from paged_attn.engine.sampling.logits_processors import process
 from paged_attn.engine.sampling.logprobs import logprobs_of
 from paged_attn.engine.sampling.row_settings import RowSettings
 from paged_attn.engine.sampling.sample_tokens import sample_tokens
@@ -20,6 +20,7 @@ from paged_attn.engine.sampling.sampler_output import BAD_LOGITS, NONE_LEFT, Sam
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import forbid_others
 from paged_attn.engine.sampling.token_counts import TokenCounts, penalised
+from paged_attn.engine.sampling_params import LogitsProcessor
 from paged_attn.parallel.ranks import Ranks
 
 
@@ -165,3 +166,32 @@ def _check(logits: Tensor) -> None:
             f"logits: got shape {tuple(logits.shape)}, {logits.dtype}; allowed: [N, V] with V >= 1, floating point;"
             " pass the last position's logits"
         )
+
+
+def process(state: SamplingState, scores: Tensor) -> None:
+    """Scores [1, V], in place, by the processors of a request. What one of them raises is the request's own error (`SamplingState.error`):
+    its scores are NaN then, and other requests go on."""
+    state.error = None
+    try:
+        for processor in state.params.logits_processors:
+            scores.copy_(_processed(processor, state, scores))
+    except ValueError as error:
+        state.error = error
+        scores.fill_(torch.nan)
+
+
+def _processed(processor: LogitsProcessor, state: SamplingState, scores: Tensor) -> Tensor:
+    """Raises ValueError: it raised something, or returned no such scores."""
+
+    def raised(why: str) -> ValueError:
+        return ValueError(f"the logits processor {processor!r} raised {why}")
+
+    with model_code(raised):
+        result = processor(torch.tensor([state.tokens], dtype=torch.int64, device=scores.device), scores.clone())
+    if not isinstance(result, Tensor) or result.shape != scores.shape:
+        got = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else repr(type(result).__name__)
+        raise ValueError(
+            f"the logits processor {processor!r} returned {got}; allowed: scores of shape {tuple(scores.shape)}, as it got: "
+            "processor(input_ids [1, T], scores [1, V]) -> scores [1, V]"
+        )
+    return result

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from paged_attn.asynchronous.snapshot import EndedRequest, EngineSnapshot, Observer
-from paged_attn.server.logs.histogram import CountingHistogram
 
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 WAIT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -106,3 +108,25 @@ def _gauge(name: str, help: str, label: str, values: Mapping[str, float]) -> Met
     for of, value in values.items():
         gauge.add_metric([of], value)
     return gauge
+
+
+class CountingHistogram:
+    """Takes many equal values at once: prometheus_client's own takes them one by one, and a step has hundreds of tokens. Written by one
+    thread, and read by any.
+
+    Args:
+        buckets: their upper bounds, ascending; one of all that is larger comes last.
+    """
+
+    def __init__(self, name: str, help: str, buckets: Sequence[float]) -> None:
+        self._name, self._help, self._bounds = name, help, [*buckets, float("inf")]
+        self._counts, self._sum = [0] * len(self._bounds), 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Metric:
+        """What there is now, as Prometheus is told."""
+        totals = zip(map(floatToGoString, self._bounds), map(float, accumulate(self._counts)), strict=True)
+        return HistogramMetricFamily(self._name, self._help, buckets=list(totals), sum_value=self._sum)

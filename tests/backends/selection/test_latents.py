@@ -10,11 +10,10 @@ import torch
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.capabilities import Feature, Problem
-from paged_attn.backends.selection.latents import serves_latents
 from paged_attn.backends.selection.ranking import ROWS
 from paged_attn.backends.selection.registry import backend_class
 from paged_attn.backends.selection.requirements import Requirements
-from paged_attn.backends.selection.select import pick, select
+from paged_attn.backends.selection.select import pick, select, serves_latents
 from tests.backends.latent_problems import PUBLISHED, spec_of
 
 CPU = torch.device("cpu")
@@ -42,8 +41,8 @@ def test_on_a_cpu(name: str, serves: bool) -> None:
 
 def test_on_a_gpu_auto_needs_kernels_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
-    monkeypatch.setattr("paged_attn.backends.selection.latents.device_word", lambda device: device.type)
-    monkeypatch.setattr("paged_attn.backends.selection.latents.architecture_of", lambda device: 90 if device.type == "cuda" else None)
+    monkeypatch.setattr("paged_attn.backends.selection.select.device_word", lambda device: device.type)
+    monkeypatch.setattr("paged_attn.backends.selection.select.architecture_of", lambda device: 90 if device.type == "cuda" else None)
     monkeypatch.setattr("paged_attn.backends.selection.packages.unmet_requirement", lambda _: "triton is not installed")
     assert not serves_latents("auto", cuda), "torch_native would run them, and slowly"
     assert serves_latents("triton", cuda) and serves_latents("torch_native", cuda)

@@ -19,10 +19,9 @@ from paged_attn.backends.selection.experts import ExpertsSelection, select_exper
 from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, agrees
 from paged_attn.engine.tracing.experts_layout import Operands
-from paged_attn.engine.tracing.looping.calls import BlockCall, NotProved
+from paged_attn.engine.tracing.looping.calls import BlockCall, GivenTensor, NotProved
 from paged_attn.engine.tracing.looping.common_steps import TwoTapes
 from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP, expert_mlps
-from paged_attn.engine.tracing.looping.probes import ROWS, given_tensors, logits_of
 from paged_attn.engine.tracing.looping.program import Evaluation, ExpertsSite, Program, program_of
 from paged_attn.engine.tracing.looping.stacked_pair import StackedPair, stacked_pairs
 from paged_attn.engine.tracing.looping.tape import Slot, Tape
@@ -31,6 +30,8 @@ from paged_attn.hashing.code_files import executed_files
 
 TOKENS = (37, 53)  # of the tapes: few other numbers are multiples of them
 MOST_TRIED = 24  # sites of one block
+SPREADS = (1.0, 8.0, 0.02)  # of logits; the last leaves ties in 16 bits
+ROWS = (24, 3)
 
 
 @dataclass(frozen=True)
@@ -264,3 +265,31 @@ def _tensors(output: Any) -> list[Tensor]:
     found: list[Tensor] = []
     map_aggregate(output, lambda value: found.append(value) if isinstance(value, Tensor) else None)
     return found
+
+
+def given_tensors(call: BlockCall, tokens: int, hidden: int, experts: int, device: torch.device, seed: int = 0) -> list[Tensor]:
+    """Random ones of a call of so many tokens: integers are ids of experts, different ones for a token, and narrow rows weights."""
+    numbers = torch.Generator().manual_seed(seed)
+    return [_given(each, tokens, hidden, experts, numbers).to(device, each.dtype) for each in call.tensors]
+
+
+def _given(each: GivenTensor, tokens: int, hidden: int, experts: int, numbers: torch.Generator) -> Tensor:
+    sizes = each.sizes(tokens)
+    if each.dtype.is_floating_point:
+        return torch.randn(sizes, generator=numbers) if sizes[-1] == hidden else torch.rand(sizes, generator=numbers)
+    chances = torch.rand(tokens, experts, generator=numbers)
+    chances[:, : experts // 3] *= 0.9  # some are chosen more rarely
+    count = torch.Size(sizes).numel() // tokens
+    return chances.topk(min(count, experts), dim=1).indices.reshape(sizes if count <= experts else (tokens, -1))
+
+
+def logits_of(tokens: int, experts: int) -> Iterator[Tensor]:
+    """Random ones, equal ones, and such that one expert, or two, get every token and others none; [tokens, experts] in float32."""
+    numbers = torch.Generator().manual_seed(tokens)
+    for spread in SPREADS:
+        yield torch.randn(tokens, experts, generator=numbers) * spread
+    yield torch.zeros(tokens, experts)
+    for wanted in range(min(experts, 3)):
+        crowded = torch.randn(tokens, experts, generator=numbers)
+        crowded[:, wanted] += 20.0
+        yield crowded
