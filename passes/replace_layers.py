@@ -18,13 +18,12 @@ from paged_attn.passes.prove.dual_chunk import DualChunkProof
 from paged_attn.passes.prove.latent import LatentProof
 from paged_attn.passes.prove.score_subgraph import Recomputable
 from paged_attn.passes.recompute.replace import RecomputeReplacer
-from paged_attn.passes.replace.attention import replace_attention
+from paged_attn.passes.replace.attention import replace_attention, with_scaled_query
 from paged_attn.passes.replace.dual_chunk import replace_dual_chunk
 from paged_attn.passes.replace.equal_heads import has_equal_heads
 from paged_attn.passes.replace.kv_heads import KVSource, as_received, kv_source
 from paged_attn.passes.replace.latent import replace_latent
 from paged_attn.passes.replace.operand_layout import Operand, operand_of
-from paged_attn.passes.replace.scaled_query import with_scaled_query
 from paged_attn.passes.report import Facts, LayerReport
 
 RECOMPUTED = "recomputed from each request's history; no later token changes an earlier row"

@@ -7,15 +7,15 @@ import hashlib
 import platform
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import torch
-
-from paged_attn.attn_ops.source_digest import source_digest
 
 _HOOKS = (
     "pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass",
     "_pre_fusion_custom_pass", "_post_fusion_custom_pass", "custom_partitioner_fn",
 )  # fmt: skip
+_PACKAGE = Path(__file__).parents[2]  # of paged_attn, through whose links our folders are found in a checkout, too
 
 
 def artifact_key(fingerprint: str) -> str | None:
@@ -63,3 +63,14 @@ def settings_text() -> list[str]:
         values = config.save_config_portable(ignore_private_configs=False)
         lines += [f"{config.__name__} {name}={values[name]!r}" for name in sorted(values)]
     return lines
+
+
+@functools.cache
+def source_digest(*rooms: str) -> str:
+    """A hash of all files in these folders of paged_attn, at any depth; "" means the files of paged_attn itself."""
+    digest = hashlib.sha256()
+    for room in rooms:
+        folder = (_PACKAGE / room).resolve()  # rglob does not follow links
+        for path in sorted(folder.rglob("*.py") if room else folder.glob("*.py")):
+            digest.update(f"{room}/{path.relative_to(folder).as_posix()}\n".encode() + path.read_bytes())
+    return digest.hexdigest()

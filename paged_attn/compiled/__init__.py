@@ -2,6 +2,5 @@
 
 In: a Dynamo graph and options. Out: a `RewrittenGraph`, with its inputs by role.
 Change: the way from graph to pieces: `rewritten_graph.py`; its inputs: `graph_inputs.py`; options of torch.compile: `options.py`.
-Change: the variant with adapters: `lora_graph.py`; refusals out of Dynamo: `refusals.py`.
-Change: kernels compiled ahead: `steps_ahead.py`, `experts_ahead.py`.
+Change: the variant with adapters: `lora_graph.py`; kernels compiled ahead: `steps_ahead.py`, `experts_ahead.py`.
 """

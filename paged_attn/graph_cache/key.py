@@ -13,8 +13,7 @@ from dataclasses import asdict, replace
 import torch
 from torch import nn
 
-from paged_attn.attn_ops.source_digest import source_digest
-from paged_attn.capture.compiled_pieces.artifact_key import settings_text
+from paged_attn.capture.compiled_pieces.artifact_key import settings_text, source_digest
 from paged_attn.capture.split.split_ops import split_ops
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.hashing.model_text import model_text

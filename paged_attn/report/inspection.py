@@ -21,10 +21,9 @@ from paged_attn.backends.selection.select import select
 from paged_attn.calling.call_signature import few_ids, takes, token_argument
 from paged_attn.calling.uncompiled import CALL, uncompiled
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.compiled.refusals import unwrapped_refusals
 from paged_attn.compiled_graph import CompiledGraph, recorded_graphs
 from paged_attn.dynamo_backend import add_graphs, graphs_of
-from paged_attn.engine.tracing.trace_failure import not_traced
+from paged_attn.engine.tracing.trace_failure import not_traced, unwrapped_refusals
 from paged_attn.passes.fx.model_facts import model_device, model_dtype
 from paged_attn.recurrent.states import ContextWithStates, states_of
 from paged_attn.report.explanation import Explanation, GraphExplanation, ranges

@@ -12,6 +12,7 @@ Only ATen overloads are emitted: torch.Tensor.new_empty would make AOTAutograd's
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -102,3 +103,19 @@ def _use_log_sum_exp(site: AttentionSite, lse_out: fx.Node) -> None:
     new = graph.call_function(aten.to.dtype, (new, value.dtype))
     new.meta["example_value"] = value
     old.replace_all_uses_with(new)
+
+
+def with_scaled_query(site: AttentionSite, by_head: Sequence[float], layer_id: int, device: torch.device) -> AttentionSite:
+    """Scores of each head with a factor of its own (a learned temperature): the factors go into the queries, as a spec has one scale.
+
+    Before: scores = q @ k^T * temperature [heads, 1, 1]
+    After:  q * (temperature / the largest temperature), and that one as the scale
+    """
+    graph, like = site.node.graph, value_of(site.query)
+    factors = torch.tensor(by_head, dtype=like.dtype, device=device)[:, None, None]
+    with graph.inserting_before(site.node):
+        by = add_buffer(graph, f"query_factors_{layer_id}", factors)
+        query = graph.call_function(aten.mul.Tensor, (site.query, by))
+    by.meta["example_value"] = factors
+    query.meta |= {"example_value": like, "nn_module_stack": site.node.meta.get("nn_module_stack")}
+    return replace(site, query=query)

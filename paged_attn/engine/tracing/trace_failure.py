@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
@@ -48,3 +49,16 @@ def with_advice(model: nn.Module, refusal: NotTraced) -> NotTraced:
     if not can_be_hooked(model):
         return refusal
     return NotTraced(f"{refusal} LLM(model, compile=False), which traces nothing, may serve it.")
+
+
+@contextmanager
+def unwrapped_refusals() -> Iterator[None]:
+    """Around a call that may compile: an UnsupportedError of ours comes out as itself, not in Dynamo's BackendCompilerFailed."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    try:
+        yield
+    except BackendCompilerFailed as failure:
+        if isinstance(failure.inner_exception, UnsupportedError):
+            raise failure.inner_exception from None
+        raise

@@ -20,7 +20,6 @@ from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.hf_configs import attention_implementation
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.compiled.refusals import unwrapped_refusals
 from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.engine.model.rows_of_logits import gives_last_alone, logits_in
 from paged_attn.engine.tracing.einx_calls import any_length
@@ -34,7 +33,7 @@ from paged_attn.engine.tracing.repeated.expand import expand
 from paged_attn.engine.tracing.repeated.find import AlikeLayers, alike_layers
 from paged_attn.engine.tracing.repeated.marks import marked
 from paged_attn.engine.tracing.repeated.same_code import NotAlike, guards_of_trace
-from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, not_traced
+from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, not_traced, unwrapped_refusals
 from paged_attn.engine.tracing.while_tracing import dynamo_unlogged, messages, no_collections, open_multihead_attention, plain_buffers
 from paged_attn.passes.find.attention_site import UnknownAttention
 from paged_attn.passes.fx.model_facts import max_positions
