@@ -164,8 +164,3 @@ PASSES = (
         lambda graph, facts: use_gemv(graph, facts.form), "{} linears have a kernel for single rows",
     ),
 )  # fmt: skip
-
-
-def pass_table() -> list[tuple[str, str, str]]:
-    """(name, what it does, whether it can be switched off) of each, in order."""
-    return [(each.name, each.what, "optional" if each.optional else "always") for each in PASSES]

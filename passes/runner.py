@@ -21,11 +21,6 @@ from paged_attn.passes.report import Facts, Rewrite
 logger = logging.getLogger("paged_attn")
 
 
-def pass_names() -> list[str]:
-    """The names of all passes, in order: a graph on disk is one that these made."""
-    return [each.name for each in PASSES]
-
-
 def rewrite(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],

@@ -78,10 +78,6 @@ class Inputs:
     def device(self) -> torch.device:
         return self.pool.device
 
-    @property
-    def checked_layers(self) -> list[int]:
-        return sorted({0, self.num_sets - 1})
-
     def call(self, layer: int) -> AttentionCall:
         query, key, value, output = (operand[layer] for operand in (self.query, self.key, self.value, self.output))
         return AttentionCall(layer, self.pool.layers[layer], query, key, value, output, self.sinks, None)

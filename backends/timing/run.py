@@ -76,7 +76,9 @@ def time_all(
             continue
         try:
             one_pass, errors[name] = prepare(backend)
-            turns[name] = Turn.of(one_pass, inputs.device, inputs.device.type == "cuda" and _captures(backend))
+            # One that declares for one phase that it may be captured can replay any step that stays the same, as ours does.
+            captured = any(support is not GraphSupport.NEVER for support in backend.capabilities.graphs.values())
+            turns[name] = Turn.of(one_pass, inputs.device, inputs.device.type == "cuda" and captured)
         except failures() as error:
             results[name] = Timing.failed(f"{type(error).__name__}: {error}")
     sample_in_turns(turns, inputs.device, min_ms)
@@ -88,8 +90,3 @@ def failures() -> tuple[type[BaseException], ...]:
     """What backends that do not work raise: errors of Python, of CUDA, of compilers that they start, and Triton's own."""
     return (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError, OSError,
             subprocess.SubprocessError, *triton_errors())  # fmt: skip
-
-
-def _captures(backend: AttentionBackend) -> bool:
-    """Whether its kernels may be captured. One that declares so for one phase can replay any step that stays the same, as ours does."""
-    return any(support is not GraphSupport.NEVER for support in backend.capabilities.graphs.values())

@@ -145,7 +145,7 @@ class GraphSet:
                     self._all_go_on()
                     with self.recorder.session():
                         spec.run()  # what runs for the first time may compile, allocate or wait, which a recording must not
-                    recorded = self._record_between(spec), spec.state
+                    recorded = record(spec.run, self.recorder, lambda op: spec.breaks(op) or op in self.unsafe, spec.keep), spec.state
             except OpNotRecorded as error:
                 if not may_break(error.op):
                     raise
@@ -162,9 +162,6 @@ class GraphSet:
         """Each run is one of all processes: none may begin, or begin again, that another will not take part in."""
         if not self.agree(True):
             raise _InAnotherProcess
-
-    def _record_between(self, spec: CaptureSpec) -> Segments:
-        return record(spec.run, self.recorder, lambda op: spec.breaks(op) or op in self.unsafe, spec.keep)
 
     def _refuse(self, key: GraphKey, reason: str, error: BaseException | None = None) -> None:
         if self.strict:

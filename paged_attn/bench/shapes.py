@@ -73,10 +73,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 SHAPE_NAMES = tuple(SHAPES)
 
 
-def has_experts(shape: str) -> bool:
-    return "num_experts_per_tok" in SHAPES[shape]
-
-
 def shape_config(shape: str, layers: int | None = None) -> dict[str, Any]:
     """A shape's config, whole or of its first `layers` layers; what stands there once for each layer is cut, too.
 

@@ -69,8 +69,9 @@ def self_check(
         served = TracedServed(compiled, inputs, settings or ProbeSettings())
         traced = GraphInputs(compiled.roles, args if traced_args is None else traced_args)
         original = TracedOriginal(compiled, traced, served.boundaries)
-        num_ids = _num_ids(compiled, inputs, args, original, model_logits)
-        random = probe_prompts(inputs.device_of(args), num_ids, compiled.max_positions)
+        ids = next(a for a, role in zip(args, compiled.roles, strict=True) if role == "input_ids")
+        num_ids = _num_ids(compiled, inputs, ids, original, model_logits)
+        random = probe_prompts(ids.device, num_ids, compiled.max_positions)
         prompts = with_rare_ids(random, rare_ids((t for t in inputs.owned if isinstance(t, Tensor)), num_ids))
         truth = Truth(original, served.boundaries.all, prompts, others_for(prompts, compiled.max_positions))
         check_rows(prompts, truth.logits, inputs.takes_logits_rows)
@@ -103,11 +104,10 @@ def check_served(
 
 
 def _num_ids(
-    compiled: RewrittenGraph, inputs: GraphInputs, args: Sequence[Any], original: Original, model_logits: Callable[[Tensor], Tensor] | None
+    compiled: RewrittenGraph, inputs: GraphInputs, ids: Tensor, original: Original, model_logits: Callable[[Tensor], Tensor] | None
 ) -> int:
     """How many token ids the model has: as a `Body` says; the vocabulary of its logits if some table has as many rows; else the
     largest id of the call."""
-    ids = next(a for a, role in zip(args, compiled.roles, strict=True) if role == "input_ids")
     if isinstance(compiled.model, Body):
         return compiled.model.num_ids
     vocabulary = (model_logits or (lambda prompt: original.run(prompt, unchanged)))(ids.flatten()[:2]).shape[-1]

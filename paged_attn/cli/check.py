@@ -37,10 +37,6 @@ class CheckResult:
     def passed(self) -> bool:
         return self.difference is None
 
-    @property
-    def padded_batch_tokens_per_second(self) -> float:
-        return self.padded_batch_tokens / max(self.padded_batch_seconds, 1e-9)
-
 
 def check(llm: LLM, completions: Sequence[Completion], params: SamplingParams) -> CheckResult:
     """Compare every completion with greedy `generate`, one prompt at a time, and time `generate` on all prompts at once."""

@@ -91,7 +91,7 @@ def check_lines(result: CheckResult, numbers: Numbers, num_prompts: int) -> list
                 "from it where the model's own logits of two tokens are nearly equal, which 16 bits round either way (--dtype float32 "
                 f"compares all tokens). {result.near_ties[0]}"
             )
-    theirs = result.padded_batch_tokens_per_second
+    theirs = result.padded_batch_tokens / max(result.padded_batch_seconds, 1e-9)
     compared = f" (paged_attn / transformers = {numbers.tokens_per_second / theirs:.2f})" if theirs else ""
     return [
         verdict,

@@ -54,10 +54,6 @@ class GraphInputs:
         dtypes = [t.dtype for t in self.owned if isinstance(t, Tensor) and t.is_floating_point() and t.dim() >= 2]
         return max(set(dtypes), key=dtypes.count) if dtypes else torch.float32
 
-    def device_of(self, args: Sequence[Any]) -> torch.device:
-        """The device of a call's token ids."""
-        return next(a.device for a, role in zip(args, self.roles, strict=True) if role == "input_ids")  # type: ignore[no-any-return]
-
     def fill(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> list[Any]:
         """input_ids and positions [T], logits_rows [N], all int64 -> the flat inputs, rows as [1, T]."""
         values = {

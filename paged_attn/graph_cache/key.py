@@ -18,7 +18,7 @@ from paged_attn.capture.split.split_ops import split_ops
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.hashing.model_text import model_text
 from paged_attn.hashing.stable_hasher import StableHasher
-from paged_attn.passes.runner import pass_names
+from paged_attn.passes.pass_list import PASSES
 from paged_attn.recurrent.layer import RecurrentLayer
 
 # All of ours that takes part in a capture, as of when it is imported: files may be edited under a running process.
@@ -34,7 +34,7 @@ def graph_key(model: nn.Module, options: CompileOptions, positions: bool, recurr
     facts = [
         f"sources {_SOURCES}", _versions(), f"options {sorted(asdict(replace(options, runs_with=None)).items())} positions {positions}",
         f"forward {inspect.signature(model.forward)}", f"inference mode {torch.is_inference_mode_enabled()}",
-        f"split ops {sorted(op.name() for op in split_ops())}", f"passes {pass_names()}",
+        f"split ops {sorted(op.name() for op in split_ops())}", f"passes {[each.name for each in PASSES]}",
         *_devices(), *_dynamo(), *settings_text(), model_text(model), *(layer.as_traced for layer in recurrent),
     ]  # fmt: skip
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()

@@ -10,7 +10,9 @@ GAP = "  "
 
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
     """Columns side by side in at most `width` characters where words allow it; long cells wrap."""
-    widths = _fit([max(map(len, column)) for column in zip(headers, *rows, strict=True)], _longest_words(headers, rows), width)
+    columns = list(zip(headers, *rows, strict=True))
+    longest_words = [max(len(word) for cell in column for word in (cell.split() or [""])) for column in columns]
+    widths = _fit([max(map(len, column)) for column in columns], longest_words, width)
     rule = ["-" * column for column in widths]
     lines = []
     for cells in (headers, rule, *rows):
@@ -28,10 +30,6 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     """A GitHub table; pipes in cells are escaped."""
     lines = [headers, ["---"] * len(headers), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def _longest_words(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(len(word) for cell in column for word in (cell.split() or [""])) for column in zip(headers, *rows, strict=True)]
 
 
 def _fit(natural: list[int], minimum: list[int], width: int) -> list[int]:

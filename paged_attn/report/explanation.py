@@ -121,9 +121,20 @@ class Explanation:
             if len(paged) > 1:
                 lines.append(f"  paged graph {number + 1} of {len(paged)}")
             for group in graph.layers:
-                lines += layer_lines(group)
+                lines += [
+                    f"  {group.title}  {group.modules}",
+                    f"    computes   {group.spec}",
+                    f"    found as   {group.found_by}",
+                    f"    proved by  {group.proof}",
+                    f"    declared   {group.declared}",
+                ]
             for each in graph.recurrent:
-                lines += recurrent_lines(each)
+                lines += [
+                    f"  {each.count} recurrent layer{'s' * (each.count > 1)}  {each.modules}",
+                    f"    state      {', '.join(each.states)}: {each.request_bytes:,} bytes per request in each layer",
+                    f"    runs       {each.runs}",
+                    *(f"    computes   {computed}" for computed in each.computed),
+                ]
             total = sum(graph.seconds.values())
             passes = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in graph.seconds.items())
             if not graph.nodes_before:
@@ -148,27 +159,6 @@ def break_words(breaks: Mapping[str, int]) -> str:
     ours = "paged_attn::"
     names = {name: name.removeprefix(ours).removesuffix("_with_output") if name.startswith(ours) else name for name in breaks}
     return ", ".join(f"{count} {names[name]}" for name, count in breaks.items()) or "no split op"
-
-
-def layer_lines(group: EqualLayers) -> list[str]:
-    """The five lines of a group."""
-    return [
-        f"  {group.title}  {group.modules}",
-        f"    computes   {group.spec}",
-        f"    found as   {group.found_by}",
-        f"    proved by  {group.proof}",
-        f"    declared   {group.declared}",
-    ]
-
-
-def recurrent_lines(group: RecurrentGroup) -> list[str]:
-    """The lines of a group of recurrent layers."""
-    return [
-        f"  {group.count} recurrent layer{'s' * (group.count > 1)}  {group.modules}",
-        f"    state      {', '.join(group.states)}: {group.request_bytes:,} bytes per request in each layer",
-        f"    runs       {group.runs}",
-        *(f"    computes   {each}" for each in group.computed),
-    ]
 
 
 def group_recurrent(layers: Iterable[RecurrentLayer]) -> tuple[RecurrentGroup, ...]:

@@ -7,7 +7,6 @@ Leaves alone: scores that are laid out so, and products whose factors are not fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ def bring_to_layout(softmax: fx.Node, num_tokens: Any) -> fx.Node:
     with softmax.graph.inserting_before(softmax):
         permuted = call_with_value(softmax.graph, "permute", argument_of(softmax, 0, "input"), order)
         new = call_with_value(softmax.graph, softmax.target, permuted, -1, *softmax.args[2:], **given)
-        result = call_with_value(softmax.graph, "permute", new, _inverse(order))
+        result = call_with_value(softmax.graph, "permute", new, [order.index(axis) for axis in range(len(order))])
     for node in (permuted, new, result):
         node.meta["nn_module_stack"] = softmax.meta.get("nn_module_stack")
     softmax.replace_all_uses_with(result)
@@ -73,7 +72,3 @@ def relabel(product: Product, left_labels: str, layout: str) -> Product:
     relabelled = product_of(new)
     assert relabelled is not None
     return relabelled
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return [order.index(axis) for axis in range(len(order))]

@@ -31,17 +31,14 @@ UNDEFINED = {"empty", "empty_like", "new_empty", "empty_strided"}  # results tha
 def read_inputs(node: fx.Node) -> list[fx.Node]:
     """The inputs whose contents matter, not only their shape, dtype or device."""
     name = name_of(node)
-    skipped = 0 if name in _SHAPE_OF_FIRST or _reads_attribute(node) else None
+    reads_attribute = node.target is getattr and node.args[1] in ("shape", "device", "dtype")
+    skipped = 0 if name in _SHAPE_OF_FIRST or reads_attribute else None
     if name in _SHAPE_OF_SECOND and len(node.args) > 1 and isinstance(value_of(node.args[1]), Tensor):
         skipped = 1
     others = [argument for position, argument in enumerate(node.args) if position != skipped]  # x.view_as(x) reads x
     found: list[fx.Node] = []
     fx.map_arg((others, node.kwargs), found.append)
     return list(dict.fromkeys(found))
-
-
-def _reads_attribute(node: fx.Node) -> bool:
-    return node.target is getattr and node.args[1] in ("shape", "device", "dtype")
 
 
 def token_data(graph: fx.Graph, form: CallForm, positions: bool = True) -> set[fx.Node]:

@@ -56,7 +56,8 @@ class CallSplitter:
             if not is_sure:
                 parts += self._content(len(self._text))
                 break
-            if not ended and not self._is_worth_a_look():
+            is_worth_a_look = self._may_end and (len(self._text) <= EAGER or len(self._text) >= GROWTH * self._looked_at)
+            if not ended and not is_worth_a_look:
                 break
             taken = self._format.take(self._text, ended)
             if taken is None:
@@ -64,9 +65,6 @@ class CallSplitter:
                 break
             parts += self._calls(taken) if taken.calls else self._content(taken.end)
         return parts
-
-    def _is_worth_a_look(self) -> bool:
-        return self._may_end and (len(self._text) <= EAGER or len(self._text) >= GROWTH * self._looked_at)
 
     def _calls(self, taken: Taken) -> list[Part]:
         room = len(taken.calls) if self._most is None else self._most - self._num_calls

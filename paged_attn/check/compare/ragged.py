@@ -37,7 +37,8 @@ def compare_rows_of_original(original: Original, step: Step, truth: Truth, noise
     """The original on the rows of a step, one behind the other as if they were one prompt, with everything that mixes tokens replaced by
     the truth: what is off here is what the model itself does otherwise for a row in another place."""
     rows = RowsOfStep(step, truth, noise)
-    ids = torch.cat([truth.all_prompts[part.prompt][part.start : part.end] for part in step.parts])
+    prompts = truth.prompts + truth.others  # as `Part.prompt` counts them
+    ids = torch.cat([prompts[part.prompt][part.start : part.end] for part in step.parts])
     positions = torch.cat([torch.arange(part.start, part.end, device=ids.device) for part in step.parts])
     original.run(ids, rows.visit_original, HowToRun(positions=positions))
     return rows.suspects

@@ -78,11 +78,6 @@ class Truth:
             self.names -= others
             self._axes = {name: axis for name, axis in self._axes.items() if name not in others}
 
-    @property
-    def all_prompts(self) -> list[Tensor]:
-        """As `Part.prompt` counts them."""
-        return self.prompts + self.others
-
     def has_rows(self, name: str) -> bool:
         return name in self._axes
 

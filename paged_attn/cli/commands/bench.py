@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paged_attn.bench.shapes import SHAPE_NAMES, has_experts
+from paged_attn.bench.shapes import SHAPE_NAMES, SHAPES
 from paged_attn.bench.systems.sampling import Sampling
 from paged_attn.bench.systems.systems import OURS, PEERS, SYSTEMS, draws_weights, peers
 from paged_attn.bench.workloads import GROUPS, SCALES, Workload, chosen
@@ -94,7 +94,8 @@ def _session(args: argparse.Namespace) -> Session:
     shape = args.shape or ("llama-3.1-8b" if device.startswith("cuda") else "tiny")
     save_weights = args.save_weights
     if save_weights is None:
-        save_weights = args.model is None and has_experts(shape) and any(draws_weights(name, device) for name in names)
+        has_experts = "num_experts_per_tok" in SHAPES[shape]
+        save_weights = args.model is None and has_experts and any(draws_weights(name, device) for name in names)
     workloads = _workloads(args, "full" if device.startswith("cuda") and shape != "tiny" else "small")
 
     from paged_attn.bench.session import Session

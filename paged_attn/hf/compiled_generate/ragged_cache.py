@@ -33,6 +33,8 @@ class RaggedCache(Cache):
         length: tokens of every row, padding included, which is what transformers counts.
     """
 
+    is_compileable, is_initialized, is_croppable = False, True, True
+
     def __init__(self, table: RaggedTable, padding: Lengths, ids: Ids, lock: Any) -> None:
         super().__init__(layers=[])
         self.table, self.padding, self.length = table, padding, ids.shape[1]
@@ -73,18 +75,6 @@ class RaggedCache(Cache):
     @property
     def batch_size(self) -> int:
         return len(self.padding)
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
-    def is_initialized(self) -> bool:
-        return True
-
-    @property
-    def is_croppable(self) -> bool:
-        return True
 
     @property
     def is_linear(self) -> list[bool]:

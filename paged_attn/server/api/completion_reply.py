@@ -9,7 +9,7 @@ from paged_attn.asynchronous.job import Job
 from paged_attn.asynchronous.texts import Texts
 from paged_attn.engine.requests.outputs import Completion, TokenEvent
 from paged_attn.server.api.bodies import Body, CompletionBody
-from paged_attn.server.api.replies import Known, Reply, finite, is_text
+from paged_attn.server.api.replies import Known, Reply, finite
 
 MOST_BYTES = 4  # of a character, and so tokens
 
@@ -69,7 +69,7 @@ class CompletionReply(Reply):
         """Characters that the next token adds: 0 if it is a part of one, and not its last. Some decoders drop the first one's space."""
         parts, text, is_first = [*self._parts[index], token], self.texts.of_token(token), index not in self._counted
         self._counted.add(index)
-        if len(parts) > 1 or is_first or not is_text(text, token):
+        if len(parts) > 1 or is_first or text == f"token_id:{token}":
             text = self.texts.of_tokens(parts)
             if text.endswith("\ufffd") and len(parts) < MOST_BYTES:
                 self._parts[index] = parts

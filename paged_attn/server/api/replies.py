@@ -178,11 +178,6 @@ class ChatReply(Reply):
         return {"token": self.name(token), "logprob": finite(value), "bytes": self.texts.bytes_of_token(token)}
 
 
-def is_text(text: str, token: int) -> bool:
-    """Whether `Texts.of_token` gave the token's own text."""
-    return text != f"token_id:{token}"
-
-
 def finite(value: float) -> float:
     """JSON has no infinity; OpenAI writes this."""
     return max(value, LEAST)

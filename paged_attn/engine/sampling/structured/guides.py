@@ -151,7 +151,7 @@ class Guides:
             nbytes = 0 if self.skips_trial else self._trials.run(what, source).nbytes
             matcher = _on_a_large_stack(lambda: read_matcher(tokens, what, source))
         except ValueError as error:
-            raise ValueError(f"{what}: {error}; got {_shortened(source)}") from error
+            raise ValueError(f"{what}: {error}; got {(source if len(source) <= 80 else source[:77] + '...')!r}") from error
         return Guide(matcher, what, self._vocabulary, nbytes)
 
     def _read_vocabulary(self, what: str) -> tuple[_Vocabulary, GuideTrials]:
@@ -216,7 +216,3 @@ def forbid_others(scores: Tensor, guides: Mapping[int, Guide]) -> None:
     bits = (octets >> torch.arange(8, dtype=torch.uint8, device=scores.device)) & 1
     forbidden = bits.view(len(guides), -1)[:, :vocabulary] == 0
     scores[rows] = scores[rows].masked_fill_(forbidden, -torch.inf)
-
-
-def _shortened(source: str) -> str:
-    return repr(source if len(source) <= 80 else source[:77] + "...")
