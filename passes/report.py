@@ -10,8 +10,7 @@ from torch import fx, nn
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.passes.find.attention_site import AttentionSite
-from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.read_values import ReadValues
+from paged_attn.passes.fx.call_form import CallForm, ReadValues
 from paged_attn.passes.optimize.dense_experts import ChooseExperts
 from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.optional import OPTIONAL

@@ -11,9 +11,8 @@ from typing import Any
 from torch import fx, nn
 
 from paged_attn.passes.dump import Dump
-from paged_attn.passes.fx.call_form import CallNotPaged, find_call_form
+from paged_attn.passes.fx.call_form import CallNotPaged, ReadValues, find_call_form
 from paged_attn.passes.fx.graph_tools import copy_graph_module, same_values, written_names
-from paged_attn.passes.fx.read_values import ReadValues
 from paged_attn.passes.optimize.dense_experts import ChooseExperts
 from paged_attn.passes.pass_list import PASSES
 from paged_attn.passes.report import Facts, Rewrite

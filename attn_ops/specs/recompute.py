@@ -45,10 +45,7 @@ class RowInput:
 
     def restored(self, elements: Tensor) -> Tensor:
         """Elements [T, elements] of pages as the tensor."""
-        if self._as_bits(elements.dtype):
-            rows = elements.contiguous().view(self.dtype)
-        else:
-            rows = elements[:, : self.width].to(self.dtype)
+        rows = elements.contiguous().view(self.dtype) if self._as_bits(elements.dtype) else elements[:, : self.width].to(self.dtype)
         value = rows.reshape(-1, *self.shape).movedim(0, self.token_dim)
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
         return value.permute(self.order).contiguous().permute(back)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from paged_attn.asynchronous.errors import RequestFailedError
@@ -49,6 +49,7 @@ class Accepted:
 Update = Accepted | Exception | tuple[int, TokenEvent]
 
 
+@dataclass(eq=False)
 class Job:
     """Prompts, and for each the answers wanted: a request of the engine for each of those, in order.
 
@@ -70,29 +71,22 @@ class Job:
         first_token_at: when the first token of any request came.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        answers: Sequence[Params],
-        namespace: Hashable = None,
-        *,
-        tenant: Hashable = None,
-        priority: int = 0,
-        text_at_end: bool = False,
-        guide: Guide | None = None,
-        arrived: float | None = None,
-        lora: str | None = None,
-    ) -> None:
-        self.prompts, self.answers = prompts, answers
-        self.namespace, self.tenant, self.priority, self.text_at_end = namespace, tenant, priority, text_at_end
-        self.guide, self.lora = guide, lora
-        self.arrived = time.perf_counter() if arrived is None else arrived
-        self.requests: list[Request] = []
-        self.cancelled = False
-        self.first_token_at: float | None = None
-        self.failure: Exception | None = None
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self._updates: asyncio.Queue[Update] = asyncio.Queue()
+    prompts: Sequence[Prompt]
+    answers: Sequence[Params]
+    namespace: Hashable = None
+    _: KW_ONLY
+    tenant: Hashable = None
+    priority: int = 0
+    text_at_end: bool = False
+    guide: Guide | None = None
+    arrived: float = field(default_factory=time.perf_counter)
+    lora: str | None = None
+    requests: list[Request] = field(default_factory=list, init=False)
+    cancelled: bool = field(default=False, init=False)
+    first_token_at: float | None = field(default=None, init=False)
+    failure: Exception | None = field(default=None, init=False)
+    loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
+    _updates: asyncio.Queue[Update] = field(default_factory=asyncio.Queue, init=False)
 
     @property
     def size(self) -> int:

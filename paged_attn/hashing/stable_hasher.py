@@ -12,6 +12,7 @@ import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -229,14 +230,10 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """The attributes of an instance, without running code of its class."""
     names = [name for base in type(value).__mro__ for name in _slots(base)] + ["default_factory"] * isinstance(value, defaultdict)
     for name in names:
-        try:
+        with suppress(AttributeError):  # a slot that is empty
             yield name, object.__getattribute__(value, name)
-        except AttributeError:
-            pass  # a slot that is empty
-    try:
+    with suppress(AttributeError):
         yield from object.__getattribute__(value, "__dict__").items()
-    except AttributeError:
-        pass
 
 
 def _slots(kind: type) -> list[str]:

@@ -13,6 +13,8 @@ from paged_attn.passes.fx.graph_tools import Writers, call, writers_of
 from paged_attn.passes.fx.token_data import read_inputs
 
 MAX_NODES = 4000
+OPERATION = {torch.float32: 1e-4, torch.float64: 1e-6}  # of the largest number: both sides may compute in the graph's own type
+OPERATION_16_BIT = 3e-2
 
 
 def ancestors(
@@ -83,3 +85,9 @@ def evaluate_all(
 def attribute_of(node: fx.Node) -> Any:
     """What a get_attr node stands for."""
     return operator.attrgetter(str(node.target))(node.graph.owning_module)
+
+
+def operation_limit(expected: Tensor, *dtypes: torch.dtype) -> float:
+    """How far any element of an operation's result may be off that was computed in these types, where a pass replaced it. Whole models and
+    their rows: `paged_attn.tolerances`."""
+    return float(expected.nan_to_num().abs().max()) * max(OPERATION.get(dtype, OPERATION_16_BIT) for dtype in dtypes)

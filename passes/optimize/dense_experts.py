@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.ops.experts import EXPERTS, experts_one_by_one
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.attn_ops.specs.experts import ACTIVATIONS, ExpertsSpec, Gating
+from paged_attn.passes.fx.call_form import ReadValues
 from paged_attn.passes.fx.graph_tools import (
     argument_of,
     behind_views,
@@ -30,10 +31,8 @@ from paged_attn.passes.fx.graph_tools import (
     value_of,
     written_values,
 )
-from paged_attn.passes.fx.read_values import ReadValues
 from paged_attn.passes.fx.row_layout import MISFITS
-from paged_attn.passes.fx.slicing import ancestors, evaluate_all
-from paged_attn.passes.fx.tolerance import operation_limit
+from paged_attn.passes.fx.slicing import ancestors, evaluate_all, operation_limit
 
 logger = logging.getLogger("paged_attn")
 MOST_NODES = 80  # of a region

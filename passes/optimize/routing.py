@@ -202,13 +202,8 @@ def _candidates(region: RouterRegion) -> Iterator[Routing]:
             if 1 < count < experts and experts % count == 0 and taken < count + 1 and best <= experts // count:
                 groups += [(count, taken, best, hidden) for hidden in (float("-inf"), 0.0)]
     for (count, taken, best, hidden), (score, after), (divided, eps), scale in itertools.product(groups, scores, renormalised, scales):
-        rounded = score != "none" and _in_16_bits(region, score)
+        rounded = score != "none" and value_of(next(node for node in region.nodes if score in name_of(node))).dtype.itemsize == 2
         yield Routing(top_k, score, after, count, taken, best, hidden, divided, eps, scale, rounded)
-
-
-def _in_16_bits(region: RouterRegion, score: str) -> bool:
-    first = next(node for node in region.nodes if score in name_of(node))
-    return bool(value_of(first).dtype.itemsize == 2)
 
 
 def _literals(nodes: list[fx.Node]) -> Iterator[float]:

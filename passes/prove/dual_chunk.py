@@ -19,7 +19,7 @@ from paged_attn.attn_ops.specs.dual_chunk import PARTS
 from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import shape_at, value_of
-from paged_attn.passes.fx.tolerance import operation_limit
+from paged_attn.passes.fx.slicing import operation_limit
 from paged_attn.passes.prove.score_subgraph import Recomputable, score_path
 from paged_attn.passes.prove.subgraph_probe import SubgraphProbe
 

@@ -19,8 +19,7 @@ from paged_attn.passes.find.latent import LatentFinder, LatentSite
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import shape_at, shape_of, value_of
 from paged_attn.passes.fx.row_layout import MISFITS
-from paged_attn.passes.fx.slicing import ancestors, evaluate
-from paged_attn.passes.fx.tolerance import operation_limit
+from paged_attn.passes.fx.slicing import ancestors, evaluate, operation_limit
 from paged_attn.passes.prove.attention import AttentionProof
 
 TOKENS = 5  # of the probes

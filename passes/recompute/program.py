@@ -15,7 +15,7 @@ from paged_attn.attn_ops.ops.module import MODULE_ON_ALL_TOKENS
 from paged_attn.attn_ops.specs.recompute import RowInput
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import argument_of, as_traced, depends_on, op_name, symbol, value_of, writes_in_place
-from paged_attn.passes.fx.tolerance import operation_limit
+from paged_attn.passes.fx.slicing import operation_limit
 from paged_attn.passes.recompute.region import RecomputeRegion
 
 SHORT, MORE = 17, 12  # tokens of the probes

@@ -137,7 +137,7 @@ class WideRun(TappedRun):
         for tensor, copied in narrowed.values():
             if copied._version:  # the op has written to it
                 tensor.copy_(copied)
-        self.computed_as_it_is.add(_name(n))
+        self.computed_as_it_is.add(str(getattr(n.target, "__name__", n.target)))
         return result
 
     def _has_wide_form(self, n: fx.Node, given: Any) -> bool:
@@ -217,10 +217,6 @@ def _namespace(target: Any) -> str:
     """The namespace of an op; functions and methods of torch count as ATen's."""
     overloads = overloads_of(target)
     return overloads[0].namespace if overloads else _TORCH_NAMESPACES[0]
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -76,7 +76,8 @@ def check_output(model: nn.Module, may_pick_rows: bool = True) -> TokenIds:
     if logits.shape[:-1] != (1, len(ids)):
         why = _why(logits, len(ids), bool(over_tokens) or not tables)
         raise UnsupportedError(f"{name} returns logits of shape {list(logits.shape)} for token ids [1, {len(ids)}]{why}")
-    if tables and not over_tokens and not _says_it_generates(model):
+    says = getattr(model, "can_generate", None)
+    if tables and not over_tokens and not (callable(says) and says()):
         raise UnsupportedError(
             f"{name} returns {width} numbers for each token and reads {' or '.join(map(str, sorted(tables)))} token ids: those "
             "are no logits over its tokens (a model without a language-model head, or a classifier), and the largest of them is no token. "
@@ -125,11 +126,6 @@ def _why(logits: Tensor, tokens: int, over_tokens: bool) -> str:
         added = logits.shape[1] - tokens
         return f": it puts {added} rows of its own among the tokens (prompt tuning), and a row of a batch is a token"
     return "; known is [1, T, vocabulary]"
-
-
-def _says_it_generates(model: nn.Module) -> bool:
-    says = getattr(model, "can_generate", None)
-    return bool(callable(says) and says())
 
 
 def _told(output: Any) -> str:

@@ -114,8 +114,10 @@ def proved_experts(module: Any, backend: str = "auto") -> ProvedExperts | None:
             operands = layout.operands(module)
             probes: list[Probe] | None = None
             dims = 2
+            w1, w2, b1, _ = operands
             for gating in _fitting_gates(module, operands):
-                selection = select_experts(backend, _problem(operands, gating))
+                spec = ExpertsSpec(w1.shape[0], w1.shape[-1], w2.shape[2], gating, b1 is not None)
+                selection = select_experts(backend, ExpertsProblem.of(spec, w1, w2))
                 if probes is None:
                     _compile_ahead(module, operands, gating, selection.name)
                     dims, probes = next(((n, given) for n in (2, 3) if (given := _probes(module, layout, operands[0], n))), (2, []))
@@ -137,12 +139,6 @@ def _chosen(module: nn.Module, most: int) -> int:
     """How many experts a token of a probe gets: any number is right, and with the model's own fewer kernels are compiled."""
     told = getattr(getattr(module, "config", None), "num_experts_per_tok", CHOSEN)
     return max(1, min(told if isinstance(told, int) else CHOSEN, most))
-
-
-def _problem(operands: Operands, gating: Gating) -> ExpertsProblem:
-    w1, w2, b1, _ = operands
-    spec = ExpertsSpec(w1.shape[0], w1.shape[-1], w2.shape[2], gating, b1 is not None)
-    return ExpertsProblem.of(spec, w1, w2)
 
 
 def _fitting_gates(module: Any, operands: Operands) -> Iterator[Gating]:

@@ -58,10 +58,7 @@ def _between_marks(layer: nn.Module, number: int, results: int) -> Callable[...,
         if not torch.compiler.is_compiling():
             return original(*args, **kwargs)
         begun = BEGIN(*_sorted(args, kwargs), number)
-        if args:
-            result = original(begun, *args[1:], **kwargs)
-        else:
-            result = original(**{**kwargs, "hidden_states": begun})
+        result = original(begun, *args[1:], **kwargs) if args else original(**{**kwargs, "hidden_states": begun})
         if not results:
             return END(result, number)
         return (END(result[0], number), *result[1:])

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from paged_attn import LLM, SamplingParams
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
-from paged_attn.passes.fx.read_values import ReadValues
+from paged_attn.passes.fx.call_form import ReadValues
 from paged_attn.passes.optimize.dense_experts import replace_dense_experts
 from tests.oracle import greedy, random_prompts
 from tests.passes.graphs import VOCAB, Traced, called, copied, trace
