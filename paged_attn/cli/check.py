@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paged_attn.bench.results.compare import equal_start
 from paged_attn.cli.token_text import token_text
 from paged_attn.engine.llm import LLM
 from paged_attn.engine.requests.outputs import Completion
@@ -46,10 +47,10 @@ def check(llm: LLM, completions: Sequence[Completion], params: SamplingParams) -
         expected = own_tokens(llm, [completion.prompt_token_ids], params)[0]
         if isinstance(completion.stop_reason, str):  # a stop string ended ours; generate() was not given it
             expected = expected[: len(completion.token_ids)]
-        if (at := _first_difference(completion.token_ids, expected)) is None:
-            compared += len(completion.token_ids)
-            continue
+        at = equal_start(completion.token_ids, expected)
         compared += at
+        if completion.token_ids == expected:
+            continue
         told = _told(llm, number, completion.token_ids, expected, at)
         if params.repetition_penalty == 1 and _is_near_tie(llm, completion, expected, at):
             near_ties.append(told)
@@ -85,12 +86,6 @@ def own_tokens(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -
 def _until(tokens: list[int], end: frozenset[int]) -> list[int]:
     last = next((i for i, token in enumerate(tokens) if token in end), len(tokens))
     return tokens[: last + 1]
-
-
-def _first_difference(got: list[int], expected: list[int]) -> int | None:
-    if got == expected:
-        return None
-    return next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected)))
 
 
 def _told(llm: LLM, number: int, got: list[int], expected: list[int], at: int) -> str:

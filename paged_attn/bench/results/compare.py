@@ -16,13 +16,14 @@ Record = dict[str, Any]
 
 def agreement(ours: Tokens, theirs: Tokens) -> dict[str, float]:
     """Shares of the new tokens before the first difference in their request, and of the requests without one."""
-    same = [_equal_start(a, b) for a, b in zip(ours, theirs, strict=True)]
+    same = [equal_start(a, b) for a, b in zip(ours, theirs, strict=True)]
     total = sum(map(len, ours))
     whole = sum(a == b for a, b in zip(ours, theirs, strict=True))
     return {"tokens": sum(same) / total, "requests": whole / len(ours)}
 
 
-def _equal_start(a: Sequence[int], b: Sequence[int]) -> int:
+def equal_start(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens are the same before the first difference."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -2,5 +2,5 @@
 
 In: text that may hold a call. Out: names and arguments.
 Change: which format a template means: `choose.py`; what formats share whose calls stand in one section: `section.py`.
-Change: formats with arguments between tags: `tagged.py`; any other: the file of its name.
+Change: formats with arguments between tags: `tagged.py`; plain JSON, and Llama's: `json_calls.py`; any other: the file of its name.
 """

@@ -8,9 +8,8 @@ from paged_attn.chat.errors import ChatError
 from paged_attn.chat.formats.deepseek import DeepSeekFormat, FencedDeepSeekFormat
 from paged_attn.chat.formats.harmony import HARMONY
 from paged_attn.chat.formats.hermes import HermesFormat
-from paged_attn.chat.formats.json_calls import JsonFormat
+from paged_attn.chat.formats.json_calls import JsonFormat, LlamaFormat
 from paged_attn.chat.formats.kimi import KimiFormat
-from paged_attn.chat.formats.llama import LlamaFormat
 from paged_attn.chat.formats.mistral import MistralFormat, NamedMistralFormat
 from paged_attn.chat.formats.pythonic import PythonicFormat
 from paged_attn.chat.formats.tagged import GlmFormat, MiniMaxFormat, QwenCoderFormat, SeedFormat, TaggedFormat

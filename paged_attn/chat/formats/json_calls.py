@@ -1,11 +1,13 @@
 """Calls as plain JSON: `{"name": ..., "arguments": {...}}`, or a list of such objects. For calls that are enforced where the model has no
-format of its own, or one that no grammar of ours describes."""
+format of its own, or one that no grammar of ours describes; and as Llama 3 writes them."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from paged_attn.chat.formats.tool_format import Mark, Taken, ToolFormat, calls_of, json_calls_grammar, load_first_json, repeated
+from paged_attn.chat.formats.tool_format import SPACE, Mark, Taken, ToolFormat, calls_of, json_calls_grammar, load_first_json, repeated
+
+PYTHON_TAG = "<|python_tag|>"
 
 
 class JsonFormat(ToolFormat):
@@ -27,3 +29,17 @@ class JsonFormat(ToolFormat):
     def grammar(self, several: bool, mark: Mark) -> list[str]:
         calls = '"[" ' + repeated("body", '"," /[ \\n]?/', several) + ' "]"' if several else "body"
         return [f"calls: {calls}", *json_calls_grammar(self.tools, "arguments")]
+
+
+class LlamaFormat(JsonFormat):
+    """Calls of Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`, several of them with `;` in between."""
+
+    name = "llama3"
+    marks = (PYTHON_TAG,)
+    openings = ("{", PYTHON_TAG)
+    between = SPACE + ";,"
+    endings = "}"
+    takes_lists = False
+
+    def grammar(self, several: bool, mark: Mark) -> list[str]:
+        return ["calls: " + repeated("body", '";" / ?/', several), *json_calls_grammar(self.tools, "parameters")]
