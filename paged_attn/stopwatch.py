@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
 
@@ -57,8 +57,5 @@ def stopwatch() -> Iterator[dict[str, float]]:
 def part(name: str) -> Iterator[None]:
     """A part of whatever stopwatch runs in this thread; also a decorator."""
     watch = _running.get()
-    if watch is None:
-        yield
-        return
-    with watch.part(name):
+    with nullcontext() if watch is None else watch.part(name):
         yield

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
+from paged_attn.attn_ops.batch.host_copy import copy_to_device
 
 SPLIT_REQUESTS = 4  # a mixed batch with fewer decoding requests in a row runs as one part
 
@@ -134,11 +135,8 @@ def _page_ids(page_table: Tensor, pages: NDArray[np.int32]) -> Tensor:
     if longest == int(pages.min()):
         return page_table[:, :longest].contiguous().view(-1)  # reshape might give a view with gaps
     device, total = page_table.device, int(pages.sum())
-    packed = torch.empty(2, len(pages), dtype=torch.int64, pin_memory=device.type == "cuda")
-    ends = np.cumsum(pages)
-    packed.numpy()[0] = pages
-    packed.numpy()[1] = page_table.stride(0) * np.arange(len(pages)) - (ends - pages)  # place in the table, less that in the result
-    counts, shifts = packed.to(device, non_blocking=True)
+    moved = page_table.stride(0) * np.arange(len(pages)) - (np.cumsum(pages) - pages)  # place in the table, less that in the result
+    counts, shifts = copy_to_device(np.stack([pages, moved]), device)
     sources = torch.repeat_interleave(shifts, counts, output_size=total)
     sources += torch.arange(total, device=device)
     flat = page_table.as_strided((page_table.stride(0) * (len(pages) - 1) + longest,), (1,))
