@@ -170,24 +170,34 @@ class AsyncLLM:
         pooling: PoolingKind | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
         namespace: Any = None,
         priority: int = 0,
     ) -> list[PoolingOutput[EmbeddingValues]]:
         """As `LLM.embed`; meanwhile other coroutines run. Raises what that raises, and ServingError as `generate` does."""
         engine = self.thread.refuse_unless_ready()
-        return await self._pool(embed_plan(engine, as_list(prompts), pooling, normalize, dimensions), namespace, priority)
+        plan = embed_plan(engine, as_list(prompts), pooling, normalize, dimensions).cut_to(truncate_prompt_tokens)
+        return await self._pool(plan, namespace, priority)
 
     async def classify(
-        self, prompts: Text | Sequence[Text], *, namespace: Any = None, priority: int = 0
+        self, prompts: Text | Sequence[Text], *, truncate_prompt_tokens: int | None = None, namespace: Any = None, priority: int = 0
     ) -> list[PoolingOutput[ClassValues]]:
         """As `LLM.classify`; raises as `embed` does."""
-        return await self._pool(classify_plan(self.thread.refuse_unless_ready(), as_list(prompts)), namespace, priority)
+        plan = classify_plan(self.thread.refuse_unless_ready(), as_list(prompts))
+        return await self._pool(plan.cut_to(truncate_prompt_tokens), namespace, priority)
 
     async def score(
-        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, namespace: Any = None, priority: int = 0
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        namespace: Any = None,
+        priority: int = 0,
     ) -> list[PoolingOutput[ScoreValues]]:
         """As `LLM.score`; raises as `embed` does."""
-        return await self._pool(score_plan(self.thread.refuse_unless_ready(), text_1, text_2), namespace, priority)
+        plan = score_plan(self.thread.refuse_unless_ready(), text_1, text_2)
+        return await self._pool(plan.cut_to(truncate_prompt_tokens), namespace, priority)
 
     @property
     def default_params(self) -> SamplingParams:
@@ -258,7 +268,7 @@ class AsyncLLM:
         loras = loras_of_each(lora, len(listed))
 
         async def one(index: int) -> list[Completion]:
-            (prompt,) = await texts.prompts([listed[index]], client)
+            (prompt,) = await texts.prompts([listed[index]], client, cut=engine.input_processor.cut(taken[index]))
             return await self._run(prompt, taken[index], index, loras[index], namespace, priority, tell)
 
         return await self._all(one, [each.n for each in taken], "prompt")
@@ -280,7 +290,8 @@ class AsyncLLM:
         requests = [ChatRequest(conversation, **settings) for conversation in conversations]
 
         async def one(index: int) -> list[ChatCompletion]:
-            prompt = await texts.chat(lambda: requests[index], length_of(conversations[index]), taken[index].guide, client)
+            length, cut = length_of(conversations[index]), engine.input_processor.cut(taken[index])
+            prompt = await texts.chat(lambda: requests[index], length, taken[index].guide, client, cut)
             assert prompt.form is not None
             form, reader = prompt.form, ChatEventReader({index: prompt.form})
 
@@ -295,11 +306,12 @@ class AsyncLLM:
         return await self._all(one, [each.n for each in taken], "conversation")
 
     async def _pool(self, plan: PoolingPlan, namespace: Any, priority: int) -> list[PoolingOutput[Any]]:
-        _, texts, client = *self._ready(), object()
+        engine, texts, client = *self._ready(), object()
+        cut = engine.input_processor.cut(plan.params)
 
         async def one(index: int) -> list[Request]:
             given = [plan.prompts[index]]
-            (prompt,) = await (texts.pairs(given, client) if plan.pairs else texts.prompts(given, client))
+            (prompt,) = await (texts.pairs(given, client, cut=cut) if plan.pairs else texts.prompts(given, client, cut=cut))
             return await self._ended(Job([prompt], [plan.params], namespace, priority=priority, text_at_end=True))
 
         requests = await self._all(one, [1] * len(plan.prompts), "prompt")

@@ -16,6 +16,7 @@ from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.chat.request import ChatRequest
 from paged_attn.engine.pooling.texts import pair_tokens
 from paged_attn.shown import shown
+from paged_attn.truncation import Cut, ids_of_text
 
 T = TypeVar("T")
 REPLACEMENT = "\ufffd"
@@ -52,41 +53,61 @@ class Texts:
         self._pool.close()
 
     async def prompts(
-        self, given: Sequence[str | Sequence[int]], client: Hashable, add_special_tokens: bool = True, param: str | Sequence[str] = "prompt"
+        self,
+        given: Sequence[str | Sequence[int]],
+        client: Hashable,
+        add_special_tokens: bool = True,
+        param: str | Sequence[str] = "prompt",
+        cut: Cut | None = None,
     ) -> list[Prompt]:
-        """Texts and lists of token ids, as prompts; `param` is what errors call them, all or each.
+        """Texts and lists of token ids, as prompts; `param` is what errors call them, all or each; `cut` is how much is kept of each.
 
         Raises:
             PromptError: a text that cannot be tokenized, or one that is longer than what can be served.
         """
         length, names = sum(map(len, given)), [param] * len(given) if isinstance(param, str) else param
         each = list(zip(given, names, strict=True))
-        return await self._in_thread(client, length, lambda own: [self._prompt(own, one, add_special_tokens, name) for one, name in each])
+        return await self._in_thread(
+            client, length, lambda own: [self._prompt(own, one, add_special_tokens, name, cut) for one, name in each]
+        )
 
     async def pairs(
-        self, pairs: Sequence[tuple[str, str]], client: Hashable, *, params: tuple[str, str] = ("text_1", "text_2")
+        self,
+        pairs: Sequence[tuple[str, str]],
+        client: Hashable,
+        *,
+        params: tuple[str, str] = ("text_1", "text_2"),
+        cut: Cut | None = None,
     ) -> list[Prompt]:
-        """Two texts each, as the model's tokenizer joins them; `params` is what errors call them.
+        """Two texts each, as the model's tokenizer joins them; `params` is what errors call them, `cut` how much is kept of each pair.
 
         Raises:
             PromptError: texts that cannot be tokenized or are too long, or no tokenizer.
         """
         length = sum(len(text) for pair in pairs for text in pair)
-        return await self._in_thread(client, length, lambda own: [self._pair(own, *pair, params) for pair in pairs])
+        return await self._in_thread(client, length, lambda own: [self._pair(own, *pair, params, cut) for pair in pairs])
 
-    async def chat(self, make_request: Callable[[], ChatRequest], length: int, guide: tuple[str, str] | None, client: Hashable) -> Prompt:
+    async def chat(
+        self,
+        make_request: Callable[[], ChatRequest],
+        length: int,
+        guide: tuple[str, str] | None,
+        client: Hashable,
+        cut: Cut | None = None,
+    ) -> Prompt:
         """Messages in the tokenizer's chat template, with the beginning of the answer, and how answers are read.
 
         Args:
             make_request: called in the thread; what it raises is raised here.
             length: about how many characters there are.
             guide: what the answer follows besides, as `SamplingParams.guide` has it.
+            cut: how much is kept of the prompt.
 
         Raises:
             ChatError: there is no template, or it refuses the messages; then with its own words.
             PromptError: the prompt is too long.
         """
-        return await self._in_thread(client, length, lambda own: self._chat(own, make_request(), guide))
+        return await self._in_thread(client, length, lambda own: self._chat(own, make_request(), guide, cut))
 
     def of_token(self, token_id: int) -> str:
         """A token's text with its leading space; `token_id:N` for one that is no whole text, such as a part of a character."""
@@ -133,32 +154,39 @@ class Texts:
         """The tokenizer's own names of the tokens, made in a thread."""
         return await self._in_thread(client, len(token_ids), lambda own: list(map(str, own.convert_ids_to_tokens(token_ids))))
 
-    def _pair(self, own: Any, first: str, second: str, params: tuple[str, str]) -> Prompt:
+    def _pair(self, own: Any, first: str, second: str, params: tuple[str, str], cut: Cut | None) -> Prompt:
+        if cut is not None:
+            first, second = (cut.characters(text, self.max_characters) for text in (first, second))
         for text, param in zip((first, second), params, strict=True):
             self._check_text(text, param)
         try:
-            tokens = pair_tokens(own, first, second)
+            tokens = pair_tokens(own, first, second, cut)
         except ValueError as error:
             raise PromptError(str(error), params[0]) from error
         return Prompt(tokens.ids, None, token_types=tokens.token_types)
 
-    def _prompt(self, own: Any, given: str | Sequence[int], add_special_tokens: bool, param: str) -> Prompt:
+    def _prompt(self, own: Any, given: str | Sequence[int], add_special_tokens: bool, param: str, cut: Cut | None) -> Prompt:
         if not isinstance(given, str):
+            given = given if cut is None else cut.ids(given)
             if len(given) > 2 * self.room:  # of one that is a little longer the engine says by how much
                 raise self._too_long(len(given), param)
             return Prompt(given)
         if own is None:
             raise PromptError("the prompt is text, but this model has no tokenizer; send token ids", param)
         settings = {} if add_special_tokens else {"add_special_tokens": False}
-        return Prompt(self._ids(own, given, param, **settings), given)
+        return Prompt(self._ids(own, given, param, cut, **settings), given)
 
-    def _chat(self, own: Any, request: ChatRequest, guide: tuple[str, str] | None) -> Prompt:
+    def _chat(self, own: Any, request: ChatRequest, guide: tuple[str, str] | None, cut: Cut | None) -> Prompt:
         prompt = request.prompt(own, guide)
         form = prompt.form.with_tokenizer(self.tokenizer)
-        return Prompt(self._ids(own, prompt.text, "messages", add_special_tokens=False), prompt.text, form)
+        return Prompt(self._ids(own, prompt.text, "messages", cut, add_special_tokens=False), prompt.text, form)
 
-    def _ids(self, own: Any, text: str, param: str, **settings: Any) -> list[int]:
-        """The token ids of a text. Of one that is far too long only the beginning is tokenized, and it is refused."""
+    def _ids(self, own: Any, text: str, param: str, cut: Cut | None, **settings: Any) -> list[int]:
+        """The token ids of a text. Of one that is far too long and not to be cut only the beginning is tokenized, and it is refused."""
+        if cut is not None:
+            text = cut.characters(text, self.max_characters)
+            self._check_text(text, param)
+            return ids_of_text(own, text, cut, **settings)
         self._check_text(text, param)
         head = LIKELY_CHARACTERS * self.room
         if len(text) > head and (count := len(own(text[:head], **settings).input_ids) - SLACK) > self.room:

@@ -19,6 +19,7 @@ from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import Guides
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.shown import shown
+from paged_attn.truncation import ALL_ROOM, Cut
 
 NO_TOKENS = SamplingParams(temperature=0.0, max_new_tokens=0)
 
@@ -60,6 +61,19 @@ class InputProcessor:
         wanted = max(self.room - prompt + 1, 1) if params.max_new_tokens is None else params.max_new_tokens
         return self.limits.allowed_new_tokens(prompt, wanted)
 
+    def cut(self, params: SamplingParams | PoolingParams) -> Cut | None:
+        """How much is kept of a prompt, if the params say so."""
+        if isinstance(params, PoolingParams):
+            return self.cut_of(params.truncate_prompt_tokens, 0, keeps_end=False)
+        return self.cut_of(params.truncate_prompt_tokens, params.over(self.defaults).max_new_tokens)
+
+    def cut_of(self, most: int | None, new: int | None, *, keeps_end: bool = True) -> Cut | None:
+        """The same of `truncate_prompt_tokens`, before so many new tokens (None: as many as there is room for)."""
+        if most is None:
+            return None
+        room = max(self.room - max(1 if new is None else new, 1) + 1, 1)
+        return Cut(room if most == ALL_ROOM else most, keeps_end)
+
     def as_params(self, given: Any) -> SamplingParams:
         """What a caller's `SamplingParams` or `GenerationConfig` means to this model; raises as `generation_config.as_params`."""
         return as_params(given, self.defaults, self.limits.eos_token_ids)
@@ -93,16 +107,20 @@ class InputProcessor:
         if params.n != 1:
             raise ValueError(f"n: got {params.n}; allowed: 1 for a request of the engine; LLM.generate makes one for each of n answers")
         only_scores = params.prompt_logprobs is not None and params.max_new_tokens == 0
+        cut = self.cut(params if pooled is None else pooled.params)
+        if cut is not None and hasattr(prompt_token_ids, "__len__") and not isinstance(prompt_token_ids, (str, bytes, bytearray)):
+            prompt_token_ids = cut.ids(prompt_token_ids)
         ids = self.limits.checked_prompt(prompt_token_ids, more=int(only_scores))
         tokens = list(ids)
         if only_scores and len(ids) > 1 and not self.limits.ends_a_side(len(ids) - 1):
             tokens.pop()  # nothing follows from the last one, unless the request is a long one for it
         if pooled is not None:
-            tokens = self._with_types(ids, pooled.params.token_types)
+            types = pooled.params.token_types
+            tokens = self._with_types(ids, None if types is None else types[: len(ids)])
         max_new = self.new_tokens(len(ids), params)
         self._check_fits(len(tokens), max_new)
         stop = _union(params.stop_token_ids, frozenset() if params.ignore_eos else self.limits.eos_token_ids)
-        self.limits.check_biases(params.biases)
+        self.limits.check_chosen(params)
         guide = self.guides.guide(params)
         words = self._bad_words(params.bad_words) if params.bad_words else None
         forbidden = Forbidden(stop, params.min_tokens, words) if params.min_tokens or words else None

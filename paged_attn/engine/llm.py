@@ -34,6 +34,7 @@ from paged_attn.engine.setting_names import OTHER_CALL, tells_names
 from paged_attn.progress import bar
 from paged_attn.progress import progress as showing
 from paged_attn.shown import is_utf8, shown
+from paged_attn.truncation import Cut, ids_of_text
 
 LORAS = 8  # room for adapters where some are given and max_loras is not
 
@@ -372,7 +373,8 @@ class LLM(PoolingCalls):
         """Queue prompts; with `forms` they are texts of chats, which hold all special tokens that they need."""
         listed = as_list(prompts)
         taken = self._params(params, len(listed), streamed)
-        ids = [self._token_ids(prompt, is_chat=forms is not None) for prompt in listed]
+        cuts = map(self.engine.input_processor.cut, taken)
+        ids = [self._token_ids(prompt, cut, is_chat=forms is not None) for prompt, cut in zip(listed, cuts, strict=True)]
         loras = loras_of_each(lora, len(listed))
         kept = [frozenset[int]()] * len(listed) if forms is None else [form.kept for form in forms]
         own = [
@@ -410,14 +412,14 @@ class LLM(PoolingCalls):
     def _params(self, params: Params | Sequence[Params] | None, count: int, streamed: bool = False) -> list[SamplingParams]:
         return params_of_each(params, count, self.engine.input_processor.as_params, self.tokenizer is not None, streamed)
 
-    def _token_ids(self, prompt: Prompt, is_chat: bool = False) -> Sequence[int]:
+    def _token_ids(self, prompt: Prompt, cut: Cut | None = None, is_chat: bool = False) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
             raise ValueError("a prompt is text, but there is no tokenizer; give LLM(model, tokenizer=...) or lists of token ids")
         if not is_utf8(prompt):
             raise ValueError(f"a prompt is {shown(prompt)}, which no UTF-8 can carry: it has half of a surrogate pair")
-        return self.tokenizer(prompt, **({"add_special_tokens": False} if is_chat else {})).input_ids  # type: ignore[no-any-return]
+        return ids_of_text(self.tokenizer, prompt, cut, **({"add_special_tokens": False} if is_chat else {}))
 
     def _step(self) -> None:
         with self._lock:

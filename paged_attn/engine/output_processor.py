@@ -15,6 +15,8 @@ from paged_attn.engine.sampling.structured.guides import GuideError
 from paged_attn.engine.scheduling.scheduler import Scheduler
 from paged_attn.engine.steps.in_flight import InFlightStep
 
+LEAVING_FEWER = ("allowed_token_ids", "bad_words", "logit_bias", "logits_processors", "min_tokens")  # params that forbid tokens
+
 
 @dataclass
 class EngineStats:
@@ -145,7 +147,7 @@ class OutputProcessor:
             request.error = GuideError(f"{ended}, others go on: {guide.error}")
         elif token_id == NONE_LEFT:
             params = request.params
-            stated = [name for name in ("bad_words", "logit_bias", "logits_processors", "min_tokens") if getattr(params, name)]
+            stated = [name for name in LEAVING_FEWER if getattr(params, name)]
             what = ", ".join([*stated, *([] if guide is None else [guide.what])])
             request.error = GuideError(f"{ended}, others go on: its own {what} left no token that may come next")
         else:

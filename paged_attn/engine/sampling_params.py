@@ -14,6 +14,7 @@ from typing import Any
 
 from paged_attn.engine.setting_names import OTHER_PARAM, SAME_PARAM, familiar, with_hint
 from paged_attn.shown import is_utf8, shown
+from paged_attn.truncation import checked_truncation
 
 LogitsProcessor = Callable[[Any, Any], Any]  # (input_ids [1, T], scores [1, V]) -> scores; tensors
 MAX_PENALTY = 2.0
@@ -56,6 +57,9 @@ class SamplingParams:
             a request takes nothing from it that is to be scored.
         prompt_logprobs_start: the first token of the prompt that is scored, as a number from 0; those before it get None.
         logit_bias: {token id: what is added to its logit, -100 to 100}, before penalties; kept as pairs.
+        allowed_token_ids: the only tokens that may come; the model's end token ends an answer only if it is among them. None: all may.
+        truncate_prompt_tokens: of a longer prompt only the last so many tokens count, of a text's those that the tokenizer put around it
+            included; -1: as many as there is room for beside max_new_tokens. None: a prompt that is too long is refused.
         bad_words: texts, or sequences of token ids, that may not come: the last token of one may not follow those before it, be they in
             the prompt or in the answer. A text is meant with and without a space before it.
         json_schema: the answer is JSON of this schema (a mapping, or its text); kept as text.
@@ -97,6 +101,8 @@ class SamplingParams:
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    allowed_token_ids: tuple[int, ...] | None = None
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -113,7 +119,9 @@ class SamplingParams:
             "frequency_penalty": _penalty("frequency_penalty", self.frequency_penalty),
             "presence_penalty": _penalty("presence_penalty", self.presence_penalty),
             "logit_bias": _biases(self.logit_bias),
+            "truncate_prompt_tokens": checked_truncation(self.truncate_prompt_tokens),
             "bad_words": _bad_words(self.bad_words),
+            "allowed_token_ids": _allowed_ids(self.allowed_token_ids),
             "logits_processors": _processors(self.logits_processors),
             "seed": None if self.seed is None or self.seed == -1 else _seed(self.seed),
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),
@@ -280,6 +288,17 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
         if not -MAX_BIAS <= float(bias) <= MAX_BIAS:  # NaN is not, either
             raise ValueError(f"logit_bias: got {float(bias)} for token {token}; allowed: {allowed}; {hint}")
     return tuple(sorted({int(token): float(bias) for token, bias in pairs}.items()))
+
+
+def _allowed_ids(value: object) -> tuple[int, ...] | None:
+    allowed = "a tuple, list or set of token ids, at least one; None allows all"
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list, set, frozenset)):
+        raise TypeError(f"allowed_token_ids: got {shown(value)}; allowed: {allowed}; write (id,) for one")
+    if not value:
+        raise ValueError(f"allowed_token_ids: got {shown(value)}; allowed: {allowed}")
+    return tuple(sorted({_whole("allowed_token_ids", token, "take ids from the model's tokenizer") for token in value}))
 
 
 def _bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:

@@ -13,6 +13,7 @@ from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.server.api.bodies import CompletionBody
 from tests.engine.models import oracle
 from tests.server.serving import MODEL, Running
+from tests.tiny_models import VOCAB
 
 ID_LISTS = "a text, a list of texts, a list of token ids, or a list of such lists"
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
@@ -76,8 +77,9 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"request_id": "a"}, "request_id", "send the header x-request-id"),
     ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens", "is as the tokenizer decodes it"),
     ({"length_penalty": 2}, "length_penalty", "there is no beam search"),
-    ({"allowed_token_ids": [4]}, "allowed_token_ids", "a regex or grammar of what may come"),
-    ({"truncate_prompt_tokens": 4}, "truncate_prompt_tokens", "refused, and never cut"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "got []; allowed: a tuple, list or set of token ids, at least one"),
+    ({"allowed_token_ids": [4, VOCAB]}, "allowed_token_ids", f"got token id {VOCAB}; allowed: 0 to {VOCAB - 1}"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "got 0; allowed: an int >= 1, or -1 for as many as there is room for"),
     ({"x" * 65: 1}, "x" * 65, "this server does not support it"),
 ]  # fmt: skip
 

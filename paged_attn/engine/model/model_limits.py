@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from paged_attn.calling.body import Body
 from paged_attn.calling.call_signature import input_embeddings
 from paged_attn.engine.generation_config import end_tokens
 from paged_attn.engine.model.model_output import TokenIds
+from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.passes.fx.model_facts import max_positions, text_config
 from paged_attn.shown import shown
 
@@ -115,12 +116,13 @@ class ModelLimits:
             f"token id {shown(prompt[position])} at position {position} of the prompt is out of range; this model has ids 0 to {limit - 1}"
         )
 
-    def check_biases(self, biases: Iterable[tuple[int, float]]) -> None:
-        """Raises ValueError for a token id that this model cannot choose."""
+    def check_chosen(self, params: SamplingParams) -> None:
+        """Raises ValueError for a token id that this model cannot choose, and that the params have something to say of."""
         limit = self.vocab_size if self.num_logits is None else self.num_logits
-        for token, _ in biases:
-            if limit is not None and token >= limit:
-                raise ValueError(f"logit_bias: got token id {shown(token)}; allowed: 0 to {limit - 1}, what the model's logits are of")
+        named = {"logit_bias": (token for token, _ in params.biases), "allowed_token_ids": params.allowed_token_ids or ()}
+        for name, tokens in named.items():
+            if limit is not None and (wrong := next((token for token in tokens if token >= limit), None)) is not None:
+                raise ValueError(f"{name}: got token id {shown(wrong)}; allowed: 0 to {limit - 1}, what the model's logits are of")
 
     def allowed_new_tokens(self, prompt: int, wanted: int) -> int:
         """`wanted`, cut so that no token lies past the model's positions (such a request ends with "length")."""

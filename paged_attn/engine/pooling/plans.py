@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch.nn.functional as F
@@ -29,6 +29,9 @@ class OwnEngine(Protocol):
     @property
     def runner(self) -> Any: ...
 
+    @property
+    def input_processor(self) -> Any: ...
+
 
 @dataclass(frozen=True)
 class PoolingPlan:
@@ -46,6 +49,10 @@ class PoolingPlan:
     params: PoolingParams
     read: Callable[[Sequence[Request]], list[PoolingOutput[Any]]]
     sides: Sequence[int] = ()
+
+    def cut_to(self, truncate_prompt_tokens: int | None) -> PoolingPlan:
+        """The same of texts that are cut; raises as `PoolingParams` does."""
+        return replace(self, params=replace(self.params, truncate_prompt_tokens=truncate_prompt_tokens))
 
 
 def embed_plan(

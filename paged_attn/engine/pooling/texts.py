@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from paged_attn.shown import shown
+from paged_attn.truncation import Cut
 
 Text = str | Sequence[int]
 
@@ -17,15 +18,15 @@ class PairTokens(NamedTuple):
     token_types: list[int] | None
 
 
-def pair_tokens(tokenizer: Any, first: str, second: str) -> PairTokens:
-    """As transformers' tokenizer joins two texts.
+def pair_tokens(tokenizer: Any, first: str, second: str, cut: Cut | None = None) -> PairTokens:
+    """As transformers' tokenizer joins two texts, and shortens the longer one where they are to be cut.
 
     Raises:
         ValueError: there is no tokenizer.
     """
     if tokenizer is None:
         raise ValueError("a pair of texts is joined by the model's tokenizer, and there is none; give LLM(model, tokenizer=...)")
-    encoded = tokenizer(first, second)
+    encoded = tokenizer(first, second, **({} if cut is None else {"truncation": "longest_first", "max_length": cut.most}))
     return PairTokens(list(encoded.input_ids), encoded.get("token_type_ids"))
 
 

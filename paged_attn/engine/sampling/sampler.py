@@ -12,6 +12,7 @@ from paged_attn.attn_ops.batch.host_copy import copy_to_device
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.backends.devices import has_triton
+from paged_attn.engine.sampling.allowed import allow_only
 from paged_attn.engine.sampling.forbidden import forbid
 from paged_attn.engine.sampling.logprobs import logprobs_of
 from paged_attn.engine.sampling.row_settings import RowSettings
@@ -115,6 +116,9 @@ class Sampler:
             scores.index_copy_(0, settings.counting, penalised(some, counts, *settings.penalties))
         if not_next := {number: found for number, state in enumerate(states) if (found := state.not_next) is not None}:
             forbid(scores, not_next, self._last, {number: self._last_rows.get(states[number], -1) for number in not_next})
+        allowed = {number: ids for number, state in enumerate(states) if (ids := state.params.allowed_token_ids) is not None}
+        if allowed:
+            allow_only(scores, allowed)
         for number, state in enumerate(states):
             if state.params.logits_processors:
                 process(state, scores[number : number + 1])

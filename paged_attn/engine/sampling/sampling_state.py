@@ -43,7 +43,7 @@ class SamplingState:
         self.num_chosen = 0
         self.error: ValueError | None = None
         self.counts_tokens = params.has_penalty
-        self._always_edits = self.counts_tokens or bool(params.logit_bias) or params.needs_host
+        self._always_edits = self.counts_tokens or bool(params.logit_bias) or params.allowed_token_ids is not None or params.needs_host
         self.is_argmax_only = params.is_greedy and not self._always_edits and forbidden is None and params.logprobs is None
 
     @property

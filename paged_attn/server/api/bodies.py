@@ -8,12 +8,26 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from paged_attn.engine.engine import Engine
 from paged_attn.engine.sampling_params import MAX_PENALTY, SEED_LIMIT, SamplingParams
 from paged_attn.engine.setting_names import OTHER_PARAM
 from paged_attn.server.api.fields.answer_forms import ResponseFormat, StructuredOutputs, with_older_names
-from paged_attn.server.api.fields.bounds import BadWords, Biases, Closed, GuideText, Name, Salt, Schema, Stop, StopTokens, within
+from paged_attn.server.api.fields.bounds import (
+    AllowedTokens,
+    BadWords,
+    Biases,
+    Closed,
+    GuideText,
+    Name,
+    Salt,
+    Schema,
+    Stop,
+    StopTokens,
+    within,
+)
 from paged_attn.server.http.errors import ApiError, bad_request
 from paged_attn.shown import shown
+from paged_attn.truncation import Cut, checked_truncation
 
 MAX_LOGPROBS = 20
 MAX_SCORES = 1 << 18  # log-probabilities of prompts in one answer: as many as 131,072 tokens have with logprobs=1
@@ -89,6 +103,11 @@ class Body(Closed):
     stop_token_ids: StopTokens | None = Field(None, description="extension")
     ignore_eos: bool | None = Field(None, description="extension")
     min_tokens: int | None = Field(None, description="extension: no answer ends before so many", json_schema_extra=within(0))
+    allowed_token_ids: AllowedTokens | None = Field(None, description="extension: the only tokens that may come")
+    truncate_prompt_tokens: int | None = Field(
+        None, description="extension: only the last so many tokens of a longer prompt count; -1: as many as there is room for",
+        json_schema_extra=within(-1),
+    )  # fmt: skip
     bad_words: BadWords | None = Field(None, description="extension: texts that may not come")
     include_stop_str_in_output: bool | None = Field(None, description="extension: the text ends after the stop string")
     skip_special_tokens: bool | None = Field(None, description="extension: default true")
@@ -213,7 +232,8 @@ class Body(Closed):
             "repetition_penalty": self.repetition_penalty, "frequency_penalty": self.frequency_penalty,
             "presence_penalty": self.presence_penalty, "seed": self.seed, "stop": stops or None, "ignore_eos": self.ignore_eos,
             "stop_token_ids": self.stop_token_ids, "logprobs": self._logprobs(),
-            "logit_bias": self._biases(), "bad_words": None if self.bad_words is None else tuple(self.bad_words),
+            "logit_bias": self._biases(), "allowed_token_ids": self.allowed_token_ids,
+            "bad_words": None if self.bad_words is None else tuple(self.bad_words),
             "include_stop_str_in_output": self.include_stop_str_in_output, "skip_special_tokens": self.skip_special_tokens,
             "prompt_logprobs": self.num_prompt_logprobs(),
             **self.wanted_guides(),
@@ -229,6 +249,14 @@ class Body(Closed):
             api = {"max_new_tokens": self.limit_name}.get(name, name)
             raise bad_request(ValueError(str(error).replace("max_new_tokens", self.limit_name)), api) from error
 
+    def cut(self, engine: Engine) -> Cut | None:
+        """How much is kept of a prompt, if the body says so.
+
+        Raises:
+            ApiError: 400 for a number of tokens that is none.
+        """
+        return cut_of(self.truncate_prompt_tokens, engine, self.max_new_tokens(1))
+
     def max_new_tokens(self, room: int) -> int:
         return self.max_tokens if self.max_tokens is not None else self.default_max_tokens or room
 
@@ -240,6 +268,14 @@ class Body(Closed):
         if bad := [token for token in biases if not (token.isascii() and token.isdigit() and len(token) <= MAX_DIGITS)]:
             raise ApiError(400, f"logit_bias: got {shown(bad[0])}; allowed: token ids, written as texts", param="logit_bias")
         return {int(token): bias for token, bias in biases.items()} or None
+
+
+def cut_of(most: int | None, engine: Engine, new: int, *, keeps_end: bool = True) -> Cut | None:
+    """As `InputProcessor.cut_of`. Raises ApiError: 400 for a number of tokens that is none."""
+    try:
+        return engine.input_processor.cut_of(checked_truncation(most), new, keeps_end=keeps_end)
+    except ValueError as error:
+        raise bad_request(error, "truncate_prompt_tokens") from error
 
 
 class FormattedBody(Body):

@@ -80,7 +80,8 @@ class CompletionReply(Reply):
     def _echo(self, index: int) -> dict[str, Any]:
         """The prompt of an answer, and its log-probabilities, as a part of the answer."""
         request, prompt = self.job.requests[index], self.job.prompts[index // len(self.job.answers)]
-        text = self.texts.of_tokens(prompt.token_ids) if prompt.text is None else prompt.text
+        text = None if self.body.truncate_prompt_tokens is not None else prompt.text
+        text = self.texts.of_tokens(prompt.token_ids) if text is None else text
         count, logprobs = self.body.logprobs, None
         if count is not None:
             first = request.prompt_token_ids[0]

@@ -19,7 +19,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.pooling.outputs import EmbeddingValues, PoolingOutput, ScoreValues
 from paged_attn.engine.pooling.plans import PoolingPlan, embed_plan, score_plan
-from paged_attn.server.api.bodies import PROMPTS, listed
+from paged_attn.server.api.bodies import PROMPTS, cut_of, listed
 from paged_attn.server.api.fields.bounds import Closed, Name, Salt, within
 from paged_attn.server.api.request_state import (
     call_of,
@@ -45,6 +45,10 @@ class PoolingBody(Closed):
 
     model: Name | None = Field(None, description="the served model's name, or none")
     priority: int | None = Field(None, description="extension, where the server allows it: a lower one is more urgent; default 0")
+    truncate_prompt_tokens: int | None = Field(
+        None, description="extension: only the first so many tokens of a longer text count; -1: as many as there is room for",
+        json_schema_extra=within(-1),
+    )  # fmt: skip
     cache_salt: Salt | None = Field(None, description="extension: prefixes are shared only with requests of the same salt")
     timeout_seconds: float | None = Field(
         None, description="extension: the request ends with 504 after so long; at most the server's own", json_schema_extra=within(0.001)
@@ -181,14 +185,14 @@ async def _answer(
     param = " or ".join(dict.fromkeys(params))
     check_count(len(plan.prompts), engine, state, param)
     check_priority(body.priority, state)
-    caller = caller_of(request)
+    caller, cut = caller_of(request), cut_of(body.truncate_prompt_tokens, engine, 0, keeps_end=False)
 
     async def run() -> Response:
         if plan.pairs:
-            prompts = await texts.pairs(plan.prompts, caller.tenant, params=params)
+            prompts = await texts.pairs(plan.prompts, caller.tenant, params=params, cut=cut)
         else:
             names = [params[side] for side in plan.sides] if plan.sides else param
-            prompts = await texts.prompts(plan.prompts, caller.tenant, param=names)
+            prompts = await texts.prompts(plan.prompts, caller.tenant, param=names, cut=cut)
         job = Job(
             prompts, [plan.params], caller.namespace(body.cache_salt, state.settings.share_prefixes),
             tenant=caller.tenant, priority=body.priority or 0, text_at_end=True, arrived=call_of(request).arrived,

@@ -17,6 +17,7 @@ from paged_attn.chat.answers.reader import AnswerReader, read_event
 from paged_attn.chat.parts import Content, Part, Reasoning
 from paged_attn.engine.requests.outputs import Completion, TokenEvent
 from paged_attn.server.api.bodies import Body
+from paged_attn.server.http.error_forms import openai_payload
 from paged_attn.server.http.errors import ApiError, api_error
 
 # A new token, its log-probability, the likeliest tokens with theirs.
@@ -62,7 +63,7 @@ class Reply:
             if ends_with_usage:
                 yield self._line([], {"usage": self.job.usage()})
         except (ApiError, ServingError) as error:
-            yield f"data: {json.dumps(api_error(error).payload())}"
+            yield f"data: {json.dumps(openai_payload(api_error(error)))}"
         yield "data: [DONE]"
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:

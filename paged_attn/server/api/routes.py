@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -16,6 +16,8 @@ from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.server.api.bodies import Body, CompletionBody, listed
 from paged_attn.server.api.chat_body import ChatBody
 from paged_attn.server.api.completion_reply import CompletionReply
+from paged_attn.server.api.messages.body import MessagesBody
+from paged_attn.server.api.messages.reply import MessagesReply
 from paged_attn.server.api.replies import ChatReply, Reply
 from paged_attn.server.api.request_state import (
     call_of,
@@ -34,6 +36,7 @@ from paged_attn.server.api.responses.body import ResponsesBody
 from paged_attn.server.api.responses.reply import ResponsesReply
 from paged_attn.server.http.callers import Caller
 from paged_attn.server.http.disconnect import EventStream
+from paged_attn.server.http.error_forms import MESSAGES
 from paged_attn.server.http.errors import ERRORS, ApiError, bad_request
 from paged_attn.shown import shown
 
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 
 router = APIRouter(responses=ERRORS)
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+AnyReply: TypeAlias = "Reply | ResponsesReply | MessagesReply"
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "the answer; with stream=true its parts as events",
@@ -69,8 +73,8 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     state, engine, texts = _ready(request, body)
     prompts = listed(body.prompt)
     check_count(len(prompts) * body.num_answers, engine, state)
-    with_special = body.add_special_tokens is not False
-    return await _answer(request, body, texts, lambda: texts.prompts(prompts, caller_of(request).tenant, with_special), CompletionReply)
+    with_special, cut, tenant = body.add_special_tokens is not False, body.cut(engine), caller_of(request).tenant
+    return await _answer(request, body, texts, lambda: texts.prompts(prompts, tenant, with_special, cut=cut), CompletionReply)
 
 
 @router.post(CHATS, responses=ANSWERS)
@@ -85,14 +89,21 @@ async def responses(request: Request, body: ResponsesBody) -> Response:
     return await _chat_answer(request, body, ResponsesReply)
 
 
+@router.post(MESSAGES, responses=ANSWERS)
+async def messages(request: Request, body: MessagesBody) -> Response:
+    """The next message of a conversation, as Anthropic's API has it; so are errors."""
+    return await _chat_answer(request, body, MessagesReply)
+
+
 async def _chat_answer(
-    request: Request, body: ChatBody | ResponsesBody, make_reply: Callable[[Job, Any, Texts, str], Reply | ResponsesReply]
+    request: Request, body: ChatBody | ResponsesBody | MessagesBody, make_reply: Callable[[Job, Any, Texts, str], AnyReply]
 ) -> Response:
-    state, _, texts = _ready(request, body)
-    guide, parsers = body.wanted_guide(), (state.settings.tool_parser, state.settings.reasoning_parser)
+    state, engine, texts = _ready(request, body)
+    guide, cut, tenant = body.wanted_guide(), body.cut(engine), caller_of(request).tenant
+    parsers = state.settings.tool_parser, state.settings.reasoning_parser
 
     async def prompts() -> list[Prompt]:
-        return [await texts.chat(lambda: body.chat_request(*parsers), body.num_characters, guide, caller_of(request).tenant)]
+        return [await texts.chat(lambda: body.chat_request(*parsers), body.num_characters, guide, tenant, cut)]
 
     return await _answer(request, body, texts, prompts, make_reply)
 
@@ -111,7 +122,7 @@ async def _answer(
     body: Body,
     texts: Texts,
     prompts: Callable[[], Coroutine[Any, Any, list[Prompt]]],
-    make_reply: Callable[[Job, Any, Texts, str], Reply | ResponsesReply],
+    make_reply: Callable[[Job, Any, Texts, str], AnyReply],
 ) -> Response:
     state = state_of(request)
 
@@ -156,9 +167,9 @@ async def _checked(params: SamplingParams, engine: Engine, state: ServerState, c
         ApiError: 400.
     """
     try:
-        engine.limits.check_biases(params.biases)
+        engine.limits.check_chosen(params)
     except ValueError as error:
-        raise bad_request(error, "logit_bias") from error
+        raise bad_request(error, str(error).partition(":")[0]) from error
     try:
         return await state.llm.guide(params, caller.tenant)
     except ValueError as error:  # UnsupportedError is one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -14,7 +15,9 @@ from paged_attn.asynchronous.texts import Texts, length_of
 from paged_attn.chat.request import ChatRequest
 from paged_attn.server.api.chat_body import refuse_two_ends
 from paged_attn.server.api.fields.bounds import Closed, Messages, Name, Settings, Tools, at_most
+from paged_attn.server.api.messages.body import CountBody
 from paged_attn.server.api.request_state import caller_of, ready, run_until_ended, state_of
+from paged_attn.server.http.error_forms import MESSAGES
 from paged_attn.server.http.errors import ERRORS, ApiError
 
 router = APIRouter(responses=ERRORS)
@@ -52,6 +55,10 @@ class DetokenizeReply(BaseModel):
     prompt: str
 
 
+class CountReply(BaseModel):
+    input_tokens: int
+
+
 @router.post("/tokenize", response_model=TokenizeReply)
 async def tokenize(request: Request, body: TokenizeBody) -> Response:
     """The token ids of a prompt, or of messages in the chat template."""
@@ -74,6 +81,20 @@ async def detokenize(request: Request, body: DetokenizeBody) -> Response:
 
     async def work() -> Response:
         return JSONResponse({"prompt": await texts.text_of(body.tokens, caller_of(request).tenant)})
+
+    return await run_until_ended(request, work)
+
+
+@router.post(f"{MESSAGES}/count_tokens", response_model=CountReply)
+async def count_tokens(request: Request, body: CountBody) -> Response:
+    """How many tokens a conversation of Anthropic's API has in the chat template, tools and all."""
+    _, _, texts = ready(request, body.model)
+    client, settings = caller_of(request).tenant, state_of(request).settings
+
+    async def work() -> Response:
+        make = functools.partial(body.chat_request, settings.tool_parser, settings.reasoning_parser)
+        prompt = await texts.chat(make, body.num_characters, None, client)
+        return JSONResponse({"input_tokens": len(prompt.token_ids)})
 
     return await run_until_ended(request, work)
 

@@ -51,6 +51,8 @@ class Callers:
             ApiError: 401 without a key that opens the server, where one is needed.
         """
         authorization = headers.get(b"authorization", b"")
+        if not authorization and (own := headers.get(b"x-api-key")):  # of Anthropic's clients
+            authorization = b"Bearer " + own
         scheme, _, given = authorization.partition(b" ")
         known = [secrets.compare_digest(given.strip(), each) for each in self._keys]  # all of them: no time tells which
         if scheme.lower() == b"bearer" and any(known):
@@ -58,7 +60,7 @@ class Callers:
             return Caller(name, name)
         if self._keys and needs_key:
             what = "the API key is not known to this server" if authorization else "no API key was sent"
-            raise ApiError(401, f"{what}; send the header Authorization: Bearer KEY")
+            raise ApiError(401, f"{what}; send the header Authorization: Bearer KEY, or x-api-key: KEY")
         return Caller(client[0] if client is not None else "nobody", None)
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}; and as /openapi.json describes them."""
+"""Errors as answers, in the form that a client of the path expects; and as /openapi.json describes them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from starlette.types import Scope
 from paged_attn.asynchronous.errors import NotServingError, QueueFullError, QueueTimeoutError, ServingError
 from paged_attn.asynchronous.status import without_backtrace
 from paged_attn.chat.errors import RequestError
+from paged_attn.server.http.error_forms import payload
 from paged_attn.shown import shown
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -69,17 +70,14 @@ class ApiError(Exception):
         self.code = code if code is not None else CODES.get(status)
         self.type = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
-    def payload(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
-
-    def response(self) -> Response:
+    def response(self, path: str = "") -> Response:
         headers = {"Retry-After": str(self.retry_after)} if self.retry_after is not None else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status == 504:
             headers["x-should-retry"] = "false"  # OpenAI's clients would send it twice more
         # ASCII: a message may quote a lone surrogate, which UTF-8 cannot carry.
-        return Response(json.dumps(self.payload()), self.status, headers, "application/json")
+        return Response(json.dumps(payload(self, path)), self.status, headers, "application/json")
 
 
 def bad_request(error: Exception, param: str | None = None) -> ApiError:
@@ -141,7 +139,7 @@ def told(scope: Scope, error: ApiError) -> Response:
     call = scope.get("state", {}).get("call")
     if call is not None and call.failure is None:
         call.failure = error
-    return error.response()
+    return error.response(scope.get("path", ""))
 
 
 def _first_complaint(error: RequestValidationError) -> ApiError:

@@ -14,7 +14,7 @@ def test_defaults_are_greedy():
     assert params.is_greedy
     assert dataclasses.astuple(params) == (
         *(128, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), None, (), (), False, None, None, 0),
-        *((), None, None, None, 1, 0, (), False, True),
+        *((), None, None, None, 1, 0, (), False, True, None, None),
     )
 
 

@@ -16,6 +16,7 @@ MAX_NAME = 256  # characters: of a model, a role, a name
 MAX_SALT = 4096
 MAX_STOPS, MAX_STOP = 64, 1024  # strings, and characters of each
 MAX_STOP_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 1 << 18  # as many as the largest vocabularies have
 MAX_BIASES = 1024
 MAX_BAD_WORDS, MAX_BAD_WORD = 64, 256  # texts, and characters of each
 MAX_MESSAGES = 4096
@@ -103,6 +104,7 @@ _OneStop = Annotated[str, Field(json_schema_extra={"maxLength": MAX_STOP})]
 Stop = Annotated[
     _OneStop | Annotated[list[_OneStop], Field(max_length=MAX_STOPS, fail_fast=True)], texts_at_most(MAX_STOPS, MAX_STOP, "string")
 ]
+AllowedTokens = Annotated[list[int], Field(max_length=MAX_ALLOWED_TOKENS, fail_fast=True), at_most(MAX_ALLOWED_TOKENS, "ids")]
 StopTokens = Annotated[list[int], Field(max_length=MAX_STOP_TOKENS, fail_fast=True), at_most(MAX_STOP_TOKENS, "ids")]
 _OneWord = Annotated[str, Field(json_schema_extra={"maxLength": MAX_BAD_WORD})]
 BadWords = Annotated[list[_OneWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True), texts_at_most(MAX_BAD_WORDS, MAX_BAD_WORD, "text")]
