@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import copy
-import functools
 import queue
-import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 from paged_attn.asynchronous.errors import PromptError
 from paged_attn.asynchronous.fair_pool import FairPool
 from paged_attn.asynchronous.job import Prompt
-from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.chat.request import ChatRequest
 from paged_attn.engine.pooling.texts import pair_tokens
+from paged_attn.engine.requests.token_texts import TokenTexts, bytes_of_part
 from paged_attn.shown import shown
 from paged_attn.truncation import Cut, ids_of_text
 
 T = TypeVar("T")
-REPLACEMENT = "\ufffd"
 THREADS, LONG_THREADS = 2, 1
 SHORT = 64 << 10  # characters of all prompts of a request: some 20 ms
 LIKELY_CHARACTERS = 8  # of a token; text is seldom made of longer ones
 SLACK = 16  # tokens that a cut in the middle of a word may add
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # of byte fallback: Llama's, Gemma's
 
 
 class Texts:
@@ -46,7 +42,7 @@ class Texts:
         longest = 0 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=0)
         self.max_characters = room * longest
         self._pool = FairPool("paged-attn-tokenizer", THREADS, LONG_THREADS)
-        self._token_texts: dict[int, str] = {}
+        self._token_texts = TokenTexts(tokenizer)
         self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
 
     def close(self) -> None:
@@ -111,9 +107,7 @@ class Texts:
 
     def of_token(self, token_id: int) -> str:
         """A token's text with its leading space; `token_id:N` for one that is no whole text, such as a part of a character."""
-        if token_id not in self._token_texts:
-            self._token_texts[token_id] = self._of_token(token_id)
-        return self._token_texts[token_id]
+        return self._token_texts(token_id)
 
     def bytes_of_token(self, token_id: int) -> list[int] | None:
         """The bytes of a token's text, or those that a part of a character is of; None where the tokenizer does not tell."""
@@ -207,17 +201,6 @@ class Texts:
     def _too_long(self, count: int, param: str) -> PromptError:
         return PromptError(f"{param} has {count:,} tokens or more; there is room for {self.room:,}; shorten it", param)
 
-    def _of_token(self, token_id: int) -> str:
-        """From two of them in a row: decoders drop the space before the first word."""
-        if self.tokenizer is None:
-            return f"token_id:{token_id}"
-        try:
-            once, twice = (self.tokenizer.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
-        except MODEL_ERRORS:  # some raise for ids that only the model has
-            return f"token_id:{token_id}"
-        text: str = twice[len(once) :] if twice.startswith(once) else once
-        return text if text and REPLACEMENT not in text else f"token_id:{token_id}"
-
 
 def _decoded(own: Any, token_ids: Sequence[int]) -> str:
     if (bad := next((token for token in token_ids if not 0 <= token < len(own)), None)) is not None:
@@ -231,29 +214,3 @@ def length_of(messages: Sequence[Any]) -> int:
     contents = [content for message in messages if isinstance(message, dict) and (content := message.get("content"))]
     parts = [part.get("text") for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     return sum(len(text) for text in (*contents, *parts) if isinstance(text, str))
-
-
-def bytes_of_part(tokenizer: Any, token_id: int) -> list[int] | None:
-    """The bytes of a token that is a part of a character: what the tokenizer's own name of it spells, one byte, or characters that stand
-    for one each. None where its text is not that of such bytes."""
-    try:
-        name, text = tokenizer.convert_ids_to_tokens(token_id), tokenizer.decode([token_id], skip_special_tokens=False)
-    except MODEL_ERRORS:  # some raise for ids that only the model has
-        return None
-    if isinstance(name, bytes):  # of tiktoken
-        return list(name)
-    if not isinstance(name, str) or not name:
-        return None
-    if (one := BYTE.fullmatch(name)) is not None:
-        return [int(one[1], 16)]
-    found = [byte_of().get(character) for character in name]
-    spelt = bytes(byte for byte in found if byte is not None)
-    return list(spelt) if len(spelt) == len(found) and spelt.decode(errors="replace") == text else None
-
-
-@functools.cache
-def byte_of() -> dict[str, int]:
-    """Which byte a character of a byte-level vocabulary stands for: printable ones for themselves, the others from U+0100 on (GPT-2)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

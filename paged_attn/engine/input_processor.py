@@ -14,6 +14,7 @@ from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, Marke
 from paged_attn.engine.requests.pooled_rows import Pooled
 from paged_attn.engine.requests.pooling_params import PoolingParams
 from paged_attn.engine.requests.request import Request
+from paged_attn.engine.requests.token_texts import TokenTexts
 from paged_attn.engine.sampling.forbidden import Forbidden, bad_words
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import Guides
@@ -48,6 +49,7 @@ class InputProcessor:
 
     def __post_init__(self) -> None:
         self._bad_words = functools.lru_cache(64)(functools.partial(bad_words, tokenizer=self.tokenizer))
+        self._token_texts = TokenTexts(self.tokenizer)
         self.guides = Guides(self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
 
     @property
@@ -135,6 +137,7 @@ class InputProcessor:
             id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new, tokens=tokens,
             sampling=SamplingState(params, tokens, guide, forbidden), detokenizer=text, arrival=arrival, namespace=namespace, tenant=tenant,
             prompt=prompt, priority=priority, pooled=pooled, length_borders=self.limits.length_borders,
+            token_text=None if self.tokenizer is None else self._token_texts,
         )  # fmt: skip
         request.skips_host_work = text_at_end and params.logprobs is None and not self.has_states and guide is None
         return request

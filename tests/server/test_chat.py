@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from paged_attn.asynchronous.texts import byte_of
+from paged_attn.engine.requests.token_texts import byte_of
 from tests.engine.models import make_engine, make_llm, oracle, tokenizer
 from tests.server.serving import MODEL, Running, chat_tokenizer, serving
 from tests.tiny_models import build

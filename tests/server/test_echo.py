@@ -92,6 +92,7 @@ def test_prompt_logprobs_as_vllms_server_has_them(running: Running) -> None:
         best = sorted(range(len(row)), key=lambda i: -row[i])[:2]
         assert {int(i): each["logprob"] for i, each in got.items()} == pytest.approx({i: row[i] for i in {*best, token}}, abs=1e-4)
         assert all(each["decoded_token"] == tokenizer().decode([int(i)]) for i, each in got.items())
+        assert sorted(got, key=lambda i: got[i]["rank"]) == sorted(got, key=lambda i: -got[i]["logprob"])
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (90, 0)
 
 

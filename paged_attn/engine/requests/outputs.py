@@ -13,6 +13,29 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class Logprob(float):
+    """A log-probability, with what else vLLM's class of this name has.
+
+    Attributes:
+        rank: the token's place among all, from 1 for the most likely; of equals the one with the lower id comes first.
+        decoded_token: its text by itself, `token_id:N` where it is no whole text; None without a tokenizer.
+    """
+
+    __slots__ = ("decoded_token", "rank")
+    rank: int
+    decoded_token: str | None
+
+    def __new__(cls, value: float, rank: int = 0, decoded_token: str | None = None) -> Logprob:
+        made = super().__new__(cls, value)
+        made.rank, made.decoded_token = rank, decoded_token
+        return made
+
+    @property
+    def logprob(self) -> float:
+        """The number."""
+        return float(self)
+
+
 @dataclass(slots=True)  # not frozen: hundreds are made in every step
 class TokenEvent:
     """One new token of one request: what a step returns and `LLM.stream` yields.
@@ -46,7 +69,7 @@ class Completion:
         text: their text, without special tokens and cut before a stop string, unless the params ask otherwise.
         finish_reason: "stop", "length" or "cancelled".
         stop_reason: which of the params' stop_token_ids or stop strings ended it; None for the model's own end token, as in vLLM.
-        logprobs: per new token a dict from token id to log-probability, the sampled one included; None unless asked for.
+        logprobs: per new token a dict from token id to its log-probability, a `Logprob`, the sampled one included; None unless asked for.
         cached_tokens: prompt tokens whose KV came from the prefix cache.
         prompt_logprobs: for each token of the prompt a dict from token id to log-probability, itself and the most likely ones; None for the
             first, and for others that were not to be scored. None unless asked for.
@@ -59,9 +82,9 @@ class Completion:
     text: str
     finish_reason: str
     stop_reason: int | str | None
-    logprobs: list[dict[int, float]] | None
+    logprobs: list[dict[int, Logprob]] | None
     cached_tokens: int
-    prompt_logprobs: list[dict[int, float] | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     index: int = 0
     answer: int = 0
 

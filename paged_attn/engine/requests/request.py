@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, WholeText
-from paged_attn.engine.requests.outputs import Completion, FinishReason
+from paged_attn.engine.requests.outputs import Completion, FinishReason, Logprob
 from paged_attn.engine.requests.pooled_rows import Pooled
 from paged_attn.engine.requests.request_rows import RequestRows
 from paged_attn.engine.sampling.sampler_output import SampledToken
@@ -73,6 +73,7 @@ class Request:
         began_at: when it was first let in, by `time.perf_counter`.
         index, answer: which prompt of the call it is for, and which of the answers to it.
         pooled: what has come of its hidden states, if it is embedded and not continued.
+        token_text: of one token, for its log-probability.
     """
 
     id: str
@@ -107,6 +108,7 @@ class Request:
     index: int = 0
     answer: int = 0
     pooled: Pooled | None = None
+    token_text: Callable[[int], str] | None = None
     lora: str | None = None
     length_borders: tuple[int, ...] = ()
 
@@ -227,17 +229,18 @@ class Request:
 
     def completion(self) -> Completion:
         """What came out, once it has ended."""
-        logprobs = None if self.params.logprobs is None else [_as_dict(token) for token in self.logprobs]
+        logprobs = None if self.params.logprobs is None else [self._as_dict(token) for token in self.logprobs]
         prompt_logprobs = None
         if self.params.prompt_logprobs is not None:
             not_scored = min(self.first_scored, len(self.prompt_token_ids))
-            prompt_logprobs = [*(None,) * not_scored, *map(_as_dict, self.scored)]
+            prompt_logprobs = [*(None,) * not_scored, *map(self._as_dict, self.scored)]
         return Completion(
             self.id, self.prompt, list(self.prompt_token_ids), self.output_token_ids, self.detokenizer.text, str(self.finish_reason),
             self.stop_reason, logprobs, self.cached_tokens, prompt_logprobs, self.index, self.answer,
         )  # fmt: skip
 
-
-def _as_dict(token: SampledToken) -> dict[int, float]:
-    assert token.logprob is not None
-    return {**dict(token.top_logprobs or ()), token.token_id: token.logprob}
+    def _as_dict(self, token: SampledToken) -> dict[int, Logprob]:
+        assert token.logprob is not None and token.rank is not None
+        text = (lambda _: None) if self.token_text is None else self.token_text
+        likely = {each: Logprob(value, rank, text(each)) for rank, (each, value) in enumerate(token.top_logprobs or (), start=1)}
+        return {**likely, token.token_id: Logprob(token.logprob, token.rank, text(token.token_id))}

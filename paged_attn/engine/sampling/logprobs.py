@@ -13,12 +13,13 @@ LOW_BITS = 0xFFFFFFFF
 
 
 class Logprobs(NamedTuple):
-    """rows: which of the step's; own [L] float32, NaN where a row's logits are not finite; top_ids and top [L, K], of which row i wants the
-    first counts[i]."""
+    """rows: which of the step's; own [L] float32, NaN where a row's logits are not finite; ranks [L] int64, from 1 for the most likely
+    token; top_ids and top [L, K], of which row i wants the first counts[i]."""
 
     rows: list[int]
     counts: list[int]
     own: Tensor
+    ranks: Tensor
     top_ids: Tensor
     top: Tensor
 
@@ -32,14 +33,16 @@ def logprobs_of(logits: Tensor, wanted: Mapping[int, int], rows: Tensor, tokens:
     """
     vocab = logits.shape[-1]
     most, block = min(max(wanted.values()), vocab), max(BLOCK_BYTES // (4 * vocab), 1)
-    found = []
+    numbers, found = torch.arange(vocab, device=logits.device), []
     for few_rows, few_tokens in zip(rows.split(block), tokens.split(block), strict=True):
         logprobs = logits.index_select(0, few_rows).float().log_softmax(-1)
-        own = logprobs.gather(-1, few_tokens.clamp(0, vocab - 1).unsqueeze(-1)).squeeze(-1)
-        ids = most_likely(logprobs, most)
-        found.append((torch.where((few_tokens >= vocab) & ~own.isnan(), -torch.inf, own), ids, logprobs.gather(-1, ids)))
-    own, ids, top = map(torch.cat, zip(*found, strict=True))
-    return Logprobs(list(wanted), list(wanted.values()), own, ids, top)
+        targets = few_tokens.clamp(0, vocab - 1).unsqueeze(-1)
+        own = logprobs.gather(-1, targets)
+        ranks = 1 + (logprobs > own).sum(-1) + ((logprobs == own) & (numbers < targets)).sum(-1)
+        own, ids = own.squeeze(-1), most_likely(logprobs, most)
+        found.append((torch.where((few_tokens >= vocab) & ~own.isnan(), -torch.inf, own), ranks, ids, logprobs.gather(-1, ids)))
+    own, ranks, ids, top = map(torch.cat, zip(*found, strict=True))
+    return Logprobs(list(wanted), list(wanted.values()), own, ranks, ids, top)
 
 
 def most_likely(values: Tensor, count: int) -> Tensor:

@@ -15,12 +15,14 @@ from paged_attn.engine.sampling.logprobs import Logprobs
 class SampledToken(NamedTuple):
     """A chosen token and, when asked for, log-probabilities of the model's own distribution (before any penalty).
 
-    `top_logprobs` has the most likely token first, the lower id first among equals, and none of probability 0.
+    `top_logprobs` has the most likely token first, the lower id first among equals, and none of probability 0; `rank` is the token's own
+    place in that order, from 1.
     """
 
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] | None = None
+    rank: int | None = None
 
 
 class ChosenTokens(NamedTuple):
@@ -59,7 +61,7 @@ class SamplerOutput:
     def __init__(self, tokens: Tensor, logprobs: Logprobs | None) -> None:
         self.tokens = tokens
         self._logprobs = logprobs
-        self._copies = HostCopies([tokens] if logprobs is None else [tokens, logprobs.own, logprobs.top_ids, logprobs.top])
+        self._copies = HostCopies([tokens] if logprobs is None else [tokens, logprobs.own, logprobs.ranks, logprobs.top_ids, logprobs.top])
 
     def wait(self) -> ChosenTokens:
         """Until the copies are there."""
@@ -68,8 +70,8 @@ class SamplerOutput:
         chosen = ChosenTokens(ids, [None] * len(ids))
         if self._logprobs is not None:
             rows, counts = self._logprobs.rows, self._logprobs.counts
-            for row, count, own, top_ids, values in zip(rows, counts, *(copy.tolist() for copy in about), strict=True):
+            for row, count, own, rank, top_ids, values in zip(rows, counts, *(copy.tolist() for copy in about), strict=True):
                 if ids[row] >= 0:
                     top = tuple((i, value) for i, value in zip(top_ids[:count], values[:count], strict=True) if value > -math.inf)
-                    chosen.known[row] = SampledToken(ids[row], own, top)
+                    chosen.known[row] = SampledToken(ids[row], own, top, rank)
         return chosen

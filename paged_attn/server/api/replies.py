@@ -85,9 +85,16 @@ class Reply:
 
     def prompt_scores(self, index: int, count: int) -> list[dict[str, dict[str, Any]] | None]:
         """As vLLM's server has them."""
-        rows = [{**dict(likely), token: value} for token, value, likely in self.scored(index, count)]
-        of_token = self.texts.of_token
-        return [None, *({str(i): {"logprob": finite(row[i]), "decoded_token": of_token(i)} for i in row} for row in rows)]
+        found: list[dict[str, dict[str, Any]] | None] = [None]
+        for token in self.job.requests[index].scored:
+            assert token.logprob is not None
+            row: dict[int, tuple[float, int | None]] = {
+                each: (value, rank) for rank, (each, value) in enumerate((token.top_logprobs or ())[:count], start=1)
+            }
+            row[token.token_id] = token.logprob, token.rank
+            text = self.texts.of_token
+            found.append({str(i): {"logprob": finite(value), "rank": rank, "decoded_token": text(i)} for i, (value, rank) in row.items()})
+        return found
 
     def openings(self) -> list[dict[str, Any]]:
         return []

@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from paged_attn.asynchronous.texts import Texts, byte_of
+from paged_attn.asynchronous.texts import Texts
+from paged_attn.engine.requests.token_texts import byte_of
 
 TEXT = "Zoë, 東京 🙂é\n"
 
