@@ -49,6 +49,7 @@ from paged_attn.engine.steps.in_flight import InFlightStep
 from paged_attn.engine.steps.step_layout import NONE_IN_FLIGHT, StepLayout, build_step
 from paged_attn.engine.steps.step_runner import StepOutput
 from paged_attn.engine.steps.thread_choice import ThreadChoice, num_threads, num_threads_to_start
+from paged_attn.interrupts import held_back, uninterrupted
 from paged_attn.passes.fx.model_facts import model_device
 from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.shown import shown
@@ -183,6 +184,7 @@ class Engine:
         return bool(self.requests or self.output_processor.pending)
 
     @tells_names("Engine.add_request", INTO_PARAMS)
+    @uninterrupted
     @in_plain_modes
     def add_request(
         self,
@@ -253,6 +255,7 @@ class Engine:
         if self.pooler is not None and isinstance(params, PoolingParams):
             self.pooler.check(ids, params.pooling)
 
+    @uninterrupted
     def cancel(self, request_id: str) -> bool:
         """End a request and free all that it holds, now, or when the step is over that this is called from within; False if it is unknown
         or has finished."""
@@ -265,6 +268,7 @@ class Engine:
             self.output_processor.cancel(request)
         return True
 
+    @uninterrupted
     @in_plain_modes
     @on_its_device
     def load_lora(self, name: str, source: Any) -> None:
@@ -272,6 +276,7 @@ class Engine:
         adapters at all."""
         self._adapters().load(name, source)
 
+    @uninterrupted
     def unload_lora(self, name: str) -> None:
         """As `LLM.unload_lora`; its slot is free for another."""
         adapter = self._adapters().of(name)
@@ -287,6 +292,7 @@ class Engine:
             raise ValueError("this engine has no room for adapters; make it with max_loras=8, or with loras={name: folder}")
         return self.adapters
 
+    @uninterrupted
     @in_plain_modes
     @on_its_device
     def step(self) -> TokenEvents:
@@ -294,7 +300,8 @@ class Engine:
 
         Returns an event per token that came, and one without a token for requests that end without one; with overlap it may return
         none while there is work. After an exception from the model no token is lost: the requests go on with the next call, which
-        also brings the events that were due; what has a recurrent state is computed anew.
+        also brings the events that were due; what has a recurrent state is computed anew. So it is after Ctrl-C, which is raised from
+        within the model, or when the step is over.
 
         Raises:
             RuntimeError: called from within a step, by a logits processor or a callback.
@@ -331,6 +338,7 @@ class Engine:
         self._collect(1 if may_overlap else 0)
         launched = self._launch()
         self._collect(1 if launched and self.overlaps else 0)
+        held_back.check()
         return self.due_events()
 
     @in_plain_modes
@@ -342,10 +350,12 @@ class Engine:
         with self.threads.for_step(len(columns.tokens)) if self.threads is not None else nullcontext():
             return self.steps.run(step).logits.clone()
 
+    @uninterrupted
     def clear_prefix_cache(self) -> int:
         """Forget all cached prefixes that no running request uses; returns how many pages that freed."""
         return self.kv.forget_prefixes()
 
+    @uninterrupted
     @on_its_device
     def close(self) -> None:
         """Cancel everything, give the prefix cache's pages back and free all graphs; later steps would run uncaptured."""
@@ -360,6 +370,7 @@ class Engine:
         self.watch = None
         self.runner.close()
 
+    @uninterrupted
     @on_its_device
     def release(self) -> None:
         """`close`, and give the memory of KV pages and states back; no step may follow."""
@@ -419,7 +430,8 @@ class Engine:
         own_writes = self.watch.own_writes() if self.watch is not None and step.captured is None else nullcontext()
         try:
             with own_writes, self.threads.for_step(len(columns.tokens)) if self.threads is not None else nullcontext():
-                output = steps.run(step)
+                with held_back.let_through():
+                    output = steps.run(step)
                 self.stats.model_seconds += time.perf_counter() - before_model
                 scores = PromptScores(output.logits, [tokens for _, tokens in layout.scored]) if layout.scored else None
                 pooled = PooledRows(output.logits, [part for _, part in layout.pooled]) if layout.pooled else None

@@ -31,6 +31,7 @@ from paged_attn.engine.requests.request import Request
 from paged_attn.engine.runners.compilers import start_compilers
 from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.setting_names import OTHER_CALL, tells_names
+from paged_attn.interrupts import held_back, uninterrupted
 from paged_attn.progress import bar
 from paged_attn.progress import progress as showing
 from paged_attn.shown import is_utf8, shown
@@ -124,6 +125,7 @@ class LLM(PoolingCalls):
             self.load_lora(name, source)
 
     @tells_names("LLM.generate", INTO_PARAMS | OTHER_CALL)
+    @uninterrupted
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -155,6 +157,7 @@ class LLM(PoolingCalls):
         return [request.completion() for request in requests]
 
     @tells_names("LLM.chat", INTO_PARAMS | OTHER_CALL)
+    @uninterrupted
     def chat(
         self,
         messages: Sequence[Any],
@@ -200,6 +203,7 @@ class LLM(PoolingCalls):
         return [ChatCompletion.read(request.completion(), chats.forms[request.index]) for request in requests]
 
     @tells_names("LLM.stream_chat", INTO_PARAMS | OTHER_CALL, CHAT_SETTINGS)
+    @uninterrupted
     def stream_chat(
         self,
         messages: Sequence[Any],
@@ -230,6 +234,7 @@ class LLM(PoolingCalls):
             with showing(progress), bar(total=len(requests), what="prompts", unit="prompt", delay=0.0 if progress else 1.0) as shown:
                 while any(r.finish_reason is None for r in requests):
                     self._step()
+                    held_back.check()
                     self._raise_errors(requests)
                     if not shown.disable:
                         _show(shown, requests)
@@ -238,6 +243,7 @@ class LLM(PoolingCalls):
             self._drop(requests)
 
     @tells_names("LLM.stream", INTO_PARAMS | OTHER_CALL)
+    @uninterrupted
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -358,7 +364,11 @@ class LLM(PoolingCalls):
                     return
                 self._step()
         finally:
-            self._drop(requests)
+            try:
+                self._drop(requests)
+            except KeyboardInterrupt:  # it came before `_drop` held it back
+                self._drop(requests)
+                raise
 
     def _add(
         self,
@@ -421,6 +431,7 @@ class LLM(PoolingCalls):
             raise ValueError(f"a prompt is {shown(prompt)}, which no UTF-8 can carry: it has half of a surrogate pair")
         return ids_of_text(self.tokenizer, prompt, cut, **({"add_special_tokens": False} if is_chat else {}))
 
+    @uninterrupted
     def _step(self) -> None:
         with self._lock:
             try:
@@ -435,6 +446,7 @@ class LLM(PoolingCalls):
             if (inbox := self._inboxes.get(event.request_id)) is not None:
                 inbox.append(event)
 
+    @uninterrupted
     def _drop(self, requests: list[Request]) -> None:
         with self._lock:
             for request in requests:

@@ -12,6 +12,7 @@ from paged_attn.engine.pooling.texts import PairTokens, Text, pair_tokens
 from paged_attn.engine.prompts import as_list
 from paged_attn.engine.requests.pooling_params import PoolingKind
 from paged_attn.engine.requests.request import Request
+from paged_attn.interrupts import uninterrupted
 
 
 class PoolingCalls:
@@ -90,6 +91,7 @@ class PoolingCalls:
         """
         return self._pool(score_plan(self.engine, text_1, text_2).cut_to(truncate_prompt_tokens), namespace, priority)
 
+    @uninterrupted
     def _pool(self, plan: PoolingPlan, namespace: Any, priority: int) -> list[PoolingOutput[Any]]:
         cut = self.engine.input_processor.cut(plan.params)
         if plan.pairs:
