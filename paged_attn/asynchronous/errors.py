@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from paged_attn.chat.errors import RequestError
 
 
@@ -27,6 +29,9 @@ class NotServingError(ServingError):
     def __init__(self, message: str, code: str, retry_after: int | None = None) -> None:
         super().__init__(message)
         self.code, self.retry_after = code, retry_after
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.code, self.retry_after), self.__dict__
 
 
 def closed_before_its_end() -> NotServingError:
@@ -63,6 +68,9 @@ class RequestFailedError(ServingError):
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
         self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.code), self.__dict__
 
 
 class PromptError(RequestError):

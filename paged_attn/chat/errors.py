@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class RequestError(ValueError):
     """What a caller gave cannot be served.
@@ -14,6 +16,9 @@ class RequestError(ValueError):
     def __init__(self, message: str, param: str, code: str | None = None) -> None:
         super().__init__(message)
         self.param, self.code = param, code
+
+    def __reduce__(self) -> tuple[Any, ...]:  # another process's pool would break at one that it cannot read
+        return type(self), (str(self), self.param, self.code), self.__dict__
 
 
 class ChatError(RequestError):

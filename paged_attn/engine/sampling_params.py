@@ -222,6 +222,7 @@ class SamplingParams:
 
 _by_its_own_names = SamplingParams.__init__
 _NAMES = SamplingParams.__dataclass_fields__.keys()
+_NONE_IS_NONE = frozenset({"stop", "stop_token_ids", "bad_words", "logit_bias", "logits_processors"})  # whose defaults vLLM calls None
 
 
 @functools.wraps(_by_its_own_names)
@@ -232,6 +233,7 @@ def _by_familiar_names_too(self: SamplingParams, *args: Any, **given: Any) -> No
             if name not in _NAMES:
                 named = with_hint(name, [*_NAMES, *SAME_PARAM], OTHER_PARAM)
                 raise TypeError(f"SamplingParams has no {named}; known: {', '.join(_NAMES)}")
+    given = {name: value for name, value in given.items() if value is not None or name not in _NONE_IS_NONE}
     object.__setattr__(self, "_stated", frozenset(given).union(islice(_NAMES, len(args))))
     _by_its_own_names(self, *args, **given)
 

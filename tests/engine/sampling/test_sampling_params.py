@@ -133,7 +133,6 @@ def test_values_out_of_range(name, value):
         ("stop_token_ids", 3),
         ("stop_token_ids", "3"),
         ("stop_token_ids", (3.0,)),
-        ("stop", None),
         ("stop", b"x"),
         ("stop", (1,)),
         ("ignore_eos", 1),
@@ -159,3 +158,9 @@ def test_there_is_one_way_to_guide_an_answer_and_it_may_end():
     assert SamplingParams().guide is None and not SamplingParams().needs_host
     assert SamplingParams(regex="a").needs_host and SamplingParams(logits_processors=(max,)).needs_host
     assert not SamplingParams(logit_bias={1: 1}).needs_host
+
+
+def test_none_is_what_vllm_calls_a_default() -> None:
+    names = ("stop", "stop_token_ids", "bad_words", "logit_bias", "logits_processors", "allowed_token_ids", "truncate_prompt_tokens")
+    params = SamplingParams(max_tokens=3, **dict.fromkeys(names))
+    assert params == SamplingParams(max_tokens=3) and not params.stated & {"stop", "bad_words"}, "so that a checkpoint's count"
