@@ -232,6 +232,9 @@ class AsyncLLM:
         self.guide_pool.close()
         return ended
 
+    def __reduce__(self) -> Any:
+        raise TypeError("an AsyncLLM can be neither copied nor pickled; make one in each process, of the model's path, or share this one")
+
     async def __aenter__(self) -> AsyncLLM:
         return self
 

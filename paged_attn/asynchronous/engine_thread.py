@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -43,6 +44,7 @@ class EngineThread:
         self, make_engine: Callable[[], Engine], max_queue: int, observer: Observer | None = None, queue_seconds: float | None = None
     ) -> None:
         self.engine: Engine | None = None
+        self._process = os.getpid()
         self.error: BaseException | None = None
         self.snapshot = EngineSnapshot()
         self.queue_seconds = queue_seconds
@@ -81,6 +83,11 @@ class EngineThread:
         Raises:
             NotServingError: with the reason why nothing is served.
         """
+        if self._process != os.getpid():
+            raise NotServingError(
+                "this AsyncLLM was made in another process, of which this one is a fork, and its thread stayed there; make one in each "
+                "process", "forked",
+            )  # fmt: skip
         if self.status is Status.READY and self.engine is not None:
             return self.engine
         raise NotServingError(self.describe(), str(self.status), 5 if self.status is Status.LOADING else None)

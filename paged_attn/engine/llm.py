@@ -338,6 +338,9 @@ class LLM(PoolingCalls):
         with self._lock:
             self.engine.release()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("an LLM can be neither copied nor pickled; make one in each process, of the model's path, or share this one")
+
     def __enter__(self) -> LLM:
         return self
 

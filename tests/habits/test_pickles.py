@@ -14,6 +14,7 @@ from paged_attn.asynchronous.errors import NotServingError, PromptError, Request
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.chat.errors import ChatError
 from paged_attn.engine.sampling.structured.guides import GuideError
+from tests.engine.models import make_llm
 
 ERRORS = [
     ChatError("messages: none", "messages", "no_messages"), PromptError("too long", "prompt"), NotServingError("loading", "loading", 5),
@@ -42,3 +43,10 @@ def test_params() -> None:
     params = SamplingParams(max_tokens=5, stop="a", seed=3, logit_bias={5: 1.0}, allowed_token_ids=[5, 6])
     for other in (pickle.loads(pickle.dumps(params)), copy.copy(params), copy.deepcopy(params)):
         assert other == params and other.stated == params.stated
+
+
+def test_an_engine_stays_in_its_process() -> None:
+    llm = make_llm()
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="an LLM can be neither copied nor pickled; make one in each process"):
+            copied(llm)

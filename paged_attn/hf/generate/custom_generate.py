@@ -172,6 +172,8 @@ def _prompt_rows(input_ids: Tensor, given: dict[str, Any]) -> tuple[list[list[in
     Raises:
         UnsupportedError: padding elsewhere than on the left, a row of padding alone, or positions that do not count on from 0.
     """
+    if not len(input_ids):
+        raise ValueError("input_ids has no row; give at least one prompt")
     mask = given.get("attention_mask")
     real = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
     if real.shape != input_ids.shape or not bool(((real == 0) | (real == 1)).all()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -183,8 +184,8 @@ def _on_a_large_stack(work: Callable[[], T]) -> T:
 
 
 @functools.cache
-def _executor() -> Any:
-    """Threads of the process that work out masks side by side."""
+def _executor(process: int) -> Any:
+    """Threads of this process, which a fork of it does not have, that work out masks side by side."""
     from llguidance import LLExecutor
 
     return LLExecutor()
@@ -194,7 +195,7 @@ def allowed_next(guides: Sequence[Guide]) -> NDArray[np.int32]:
     """The tokens that may come next by N guides of one model [N, words]: token i is bit i % 32 of word i // 32; none after an error."""
     _, size, never = guides[0].vocabulary
     masks = np.zeros((len(guides), -(-size // BITS)), np.int32)
-    _executor().unsafe_compute_mask_ptr(
+    _executor(os.getpid()).unsafe_compute_mask_ptr(
         [(guide.matcher, row) for row, guide in enumerate(guides)], masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks)
     )
     if never is not None:

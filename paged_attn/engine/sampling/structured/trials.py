@@ -69,6 +69,7 @@ class GuideTrials:
         self.limits = limits
         self._process: subprocess.Popen[str] | None = None
         self._end: Callable[[], object] = lambda: None
+        self._owner = 0  # which process has started it: a fork of that one starts its own
 
     def run(self, what: str, source: str) -> Trial:
         """Read a source where that can harm nobody.
@@ -106,8 +107,9 @@ class GuideTrials:
         return f"reading it ends the process that does so with signal {number}"
 
     def _running(self) -> subprocess.Popen[str]:
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
             self.close()
+            self._owner = os.getpid()
             # As this process would import: a checkout, a venv, a PYTHONPATH. -P: names of our files are not names of modules.
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RUST_BACKTRACE": "0"}
             command = [sys.executable, "-P", compile_process.__file__]
@@ -115,7 +117,7 @@ class GuideTrials:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
                 env=environment, start_new_session=True,  # Ctrl-C is not for it, and it can be ended with what it forks
             )  # fmt: skip
-            self._process, self._end = process, weakref.finalize(self, _end, process)
+            self._process, self._end = process, weakref.finalize(self, _end, process, self._owner)
             _ask(process, self._given)
         return self._process
 
@@ -129,13 +131,15 @@ def _ask(process: subprocess.Popen[str], message: dict[str, Any]) -> dict[str, A
     except BrokenPipeError:
         line = ""
     if not line:
-        _end(process)
+        _end(process, os.getpid())
         raise RuntimeError(f"the process that reads schemas and grammars ended with status {process.returncode}; try again")
     told: dict[str, Any] = json.loads(line)
     return told
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[str], owner: int) -> None:
+    if owner != os.getpid():
+        return
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # with what it forked
     process.wait()
