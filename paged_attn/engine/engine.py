@@ -436,6 +436,7 @@ class Engine:
                 scores = PromptScores(output.logits, [tokens for _, tokens in layout.scored]) if layout.scored else None
                 pooled = PooledRows(output.logits, [part for _, part in layout.pooled]) if layout.pooled else None
                 chosen = self._choose(output, layout) if layout.sampling else None
+            launched = InFlightStep(layout, chosen, next(self._step_numbers), scores, pooled).begin()
         except BaseException:
             with self.kv.states.leaving_none(requests):
                 try:
@@ -444,7 +445,7 @@ class Engine:
                     self._restart([request for request in requests if request.finish_reason is None])
             self.last_scheduled = requests
             raise
-        self._in_flight.append(InFlightStep(layout, chosen, next(self._step_numbers), scores, pooled).begin())
+        self._in_flight.append(launched)
         self.kv.states.keep(requests)
         self.stats.steps += 1
         self.stats.prompt_tokens += layout.num_of_prompts

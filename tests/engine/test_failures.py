@@ -11,6 +11,7 @@ import torch
 from paged_attn import LLM, SamplingParams
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.sampling.structured.guides import GuideError
+from paged_attn.engine.steps.in_flight import InFlightStep
 from paged_attn.engine.steps.step_runner import StepOutput
 from tests.engine.models import (
     POISON,
@@ -273,3 +274,22 @@ def test_a_broken_model_does_not_poison_the_next_engine() -> None:
     request = engine.add_request([POISON], GREEDY)
     run_all(engine)
     assert request.output_token_ids == oracle([POISON])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("at_call", [1, 2, 4])
+def test_no_token_is_wrong_after_a_launch_that_was_not_counted(monkeypatch: pytest.MonkeyPatch, overlap: bool, at_call: int) -> None:
+    """The model has run, and there is no memory for what counts the step: it did not happen."""
+    engine = make_engine(max_batch_tokens=8, overlap=overlap)
+    requests = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    begin, calls = InFlightStep.begin, iter(range(1, 10**9))
+
+    def failing(step: InFlightStep) -> InFlightStep:
+        if next(calls) == at_call:
+            raise RuntimeError("no memory")
+        return begin(step)
+
+    monkeypatch.setattr(InFlightStep, "begin", failing)
+    _, raised = run_past_errors(engine)
+    assert raised == 1 and [r.output_token_ids for r in requests] == [oracle(p) for p in PROMPTS]
+    assert_idle(engine)
