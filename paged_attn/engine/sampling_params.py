@@ -24,6 +24,7 @@ GUIDES = ("json_schema", "regex", "grammar")
 MAX_GUIDE_BYTES = 256 << 10
 MIN_TEMPERATURE = 1e-6  # below this float32 logits / temperature may overflow
 SEED_LIMIT = 2**64
+ALL_TOKENS = 2**31 - 1  # above any vocabulary
 NEW_TOKENS = "0 asks for no new token, None for as many as there is room for"
 
 
@@ -52,7 +53,7 @@ class SamplingParams:
         include_stop_str_in_output: the text ends after the stop string, and not before it.
         skip_special_tokens: the text is without special tokens.
         ignore_eos: go on after the model's end-of-sequence token.
-        logprobs: None for none; k for each new token's log-probability and the k most likely tokens with theirs.
+        logprobs: None for none; k for each new token's log-probability and the k most likely tokens with theirs; -1 for all tokens.
         prompt_logprobs: the same of each token of the prompt but the first, given those before it. The prefix cache has no logits, and such
             a request takes nothing from it that is to be scored.
         prompt_logprobs_start: the first token of the prompt that is scored, as a number from 0; those before it get None.
@@ -126,8 +127,8 @@ class SamplingParams:
             "seed": None if self.seed is None or self.seed == -1 else _seed(self.seed),
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),
             "stop": _stop_strings(self.stop),
-            "logprobs": _whole_or_none("logprobs", self.logprobs),
-            "prompt_logprobs": _whole_or_none("prompt_logprobs", self.prompt_logprobs),
+            "logprobs": _count_of_likely("logprobs", self.logprobs),
+            "prompt_logprobs": _count_of_likely("prompt_logprobs", self.prompt_logprobs),
             "prompt_logprobs_start": _whole("prompt_logprobs_start", self.prompt_logprobs_start, "0 scores the whole prompt"),
             "json_schema": None if self.json_schema is None else _json_schema(self.json_schema),
         }
@@ -258,8 +259,10 @@ def _count(value: object) -> int:
     return count
 
 
-def _whole_or_none(name: str, value: object) -> int | None:
-    return None if value is None else _whole(name, value, "None asks for none")
+def _count_of_likely(name: str, value: object) -> int | None:
+    if value is None or (isinstance(value, Integral) and value == -1):
+        return None if value is None else ALL_TOKENS
+    return _whole(name, value, "None asks for none, -1 for those of all tokens")
 
 
 def _number(

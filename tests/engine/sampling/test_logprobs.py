@@ -49,7 +49,7 @@ def test_ids_without_a_logit_and_rows_that_are_not_finite() -> None:
 
 def test_log_probabilities_have_vllms_attributes_and_are_numbers() -> None:
     llm = make_llm(tokenizer=tokenizer())
-    (found,) = llm.generate([[4, 50, 7, 8]], SamplingParams(max_tokens=5, temperature=2.0, seed=3, logprobs=2, prompt_logprobs=VOCABULARY))
+    (found,) = llm.generate([[4, 50, 7, 8]], SamplingParams(max_tokens=5, temperature=2.0, seed=3, logprobs=2, prompt_logprobs=-1))
     with torch.no_grad():
         expected = tiny()(torch.tensor([[4, 50, 7, 8, *found.token_ids]])).logits[0].log_softmax(-1)
     rows = [*found.prompt_logprobs[1:], *found.logprobs]
@@ -58,6 +58,7 @@ def test_log_probabilities_have_vllms_attributes_and_are_numbers() -> None:
             assert known == known.logprob == pytest.approx(float(values[each]), abs=1e-5) and type(known.logprob) is float
             assert known.rank == 1 + int((values > values[each]).sum()) and known.decoded_token == tokenizer().decode([each])
         assert token in row
+    assert [len(row) for row in found.prompt_logprobs[1:]] == [VOCABULARY] * 3
     assert found.cumulative_logprob == sum(row[token].logprob for row, token in zip(found.logprobs, found.token_ids, strict=True))
     again = pickle.loads(pickle.dumps(copy.deepcopy(found)))
     assert again == found and again.logprobs[0][found.token_ids[0]].rank == found.logprobs[0][found.token_ids[0]].rank

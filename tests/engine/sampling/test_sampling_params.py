@@ -98,7 +98,7 @@ def test_edges_are_allowed(edge):
         ("stop_token_ids", (3, -1)),
         ("stop", ""),
         ("stop", ("a", "")),
-        ("logprobs", -1),
+        ("logprobs", -2),
         ("logit_bias", {1: 100.5}),
         ("logit_bias", {1: math.nan}),
         ("logit_bias", {-1: 0.5}),
