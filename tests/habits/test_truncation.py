@@ -16,6 +16,7 @@ import paged_attn
 from paged_attn import LLM, AsyncLLM, SamplingParams
 from paged_attn.truncation import Cut, ids_of_text
 from tests.engine.models import make_llm, oracle, random_prompts, tokenizer
+from tests.engine.pooling.models import classifier
 from tests.server.serving import Running, chat_tokenizer, serving
 
 DEMO = Path(paged_attn.__file__).parent / "demo_model"
@@ -114,3 +115,17 @@ def test_embeddings_are_of_the_first_tokens() -> None:
             assert running.http.post("/v1/score", json=asked).json()["data"][0]["score"] == pytest.approx(1.0, abs=1e-5)
             refused = running.http.post("/v1/rerank", json={"query": "a", "documents": ["b"], "truncate_prompt_tokens": -2})
             assert refused.status_code == 400 and refused.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
+@pytest.mark.parametrize("pair", [(LONG, "short"), ("short", LONG), (LONG, LONG[7:])])
+def test_of_a_pair_in_one_row_the_longer_text_is_shortened(pair: tuple[str, str]) -> None:
+    model = classifier("bert", labels=1)
+    own = with_ends()
+    own.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    with LLM(model, tokenizer=own, num_pages=64) as llm:
+        (cut,) = llm.score(*pair, truncate_prompt_tokens=20)
+        row = own(*pair, truncation="longest_first", max_length=20, return_token_type_ids=True)
+        assert cut.prompt_token_ids == row.input_ids and len(row.input_ids) == 20
+        ids, types = torch.tensor([row.input_ids]), torch.tensor([row.token_type_ids])
+        expected = model(ids, token_type_ids=types, attention_mask=torch.ones_like(ids)).logits.sigmoid()
+        assert cut.outputs.score == pytest.approx(expected.item(), abs=1e-5)
