@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.kv.page_allocator import OutOfPages, PageAllocator
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.interrupts import held_back
 
 Pages = NDArray[np.int64]
 
@@ -56,7 +57,7 @@ class SharedPages:
         return self  # copied caches hold the same pages
 
     def __getstate__(self) -> dict[str, Any]:
-        with self.lock:
+        with held_back, self.lock:
             self._collect()
             return {name: value for name, value in vars(self).items() if name not in ("lock", "_left")}
 
@@ -75,7 +76,7 @@ class SharedPages:
     @property
     def num_used(self) -> int:
         """Pages that somebody holds, each counted once."""
-        with self.lock:
+        with held_back, self.lock:
             self._collect()
         return self._allocator.num_usable - self._allocator.num_free
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.hf.shared_pages import Pages, SharedPages
+from paged_attn.interrupts import uninterrupted
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -50,6 +51,7 @@ class SharedTable:
     def __del__(self) -> None:
         self.pages.drop_later(self._table)
 
+    @uninterrupted
     @_alone
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedTable:
         other = SharedTable(self.pages, self.window)
@@ -83,6 +85,11 @@ class SharedTable:
         """
         if rows == self.rows and self._writable[0] <= start and end <= self._writable[1]:
             return
+        self._prepare(rows, start, end)
+
+    @uninterrupted
+    def _prepare(self, rows: int, start: int, end: int) -> None:
+        """`prepare`, where something is to be done: not in every layer."""
         self._indices = {}
         if self.rows and rows != self.rows:
             raise UnsupportedError(
@@ -130,11 +137,13 @@ class SharedTable:
         key, value = (t.view(self.rows, -1, *t.shape[2:])[:, part].transpose(1, 2).contiguous() for t in (key, value))
         return key, value
 
+    @uninterrupted
     @_alone
     def select(self, rows: Pages) -> None:
         """Row i becomes what row `rows[i]` was: pages gain and lose holders, and nothing is copied."""
         self._replace(self._table[rows])
 
+    @uninterrupted
     @_alone
     def truncate(self, length: int) -> None:
         """Forgets tokens at and past `length`."""
@@ -143,6 +152,7 @@ class SharedTable:
         if self.window is not None:
             self._let_go_before(length - self.window + 1)
 
+    @uninterrupted
     @_alone
     def clear(self) -> None:
         """Lets go of all pages."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import signal
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_attn import AttentionSpec
+from paged_attn.attn_ops.kv.page_allocator import PageAllocator
 from paged_attn.hf.shared_pages import CacheFull, SharedPages
 from paged_attn.hf.shared_table import SharedTable
 
@@ -178,3 +182,36 @@ def test_tables_of_several_threads_share_a_pool_that_grows() -> None:
     for thread in threads:
         thread.join()
     assert not wrong and not pages.num_used
+
+
+WAYS: dict[str, Callable[[SharedTable], object]] = {
+    "prepare": lambda table: table.prepare(2, 6, 15), "select": lambda table: table.select(np.array([1, 1, 0])),
+    "truncate": lambda table: table.truncate(1), "clear": lambda table: table.clear(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_interrupt_loses_no_page(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Ctrl-C when pages were handed out or taken back, and the table does not know yet: it is raised when it does."""
+    pages = _pages(40)
+    table = SharedTable(pages, None)
+    past = _append(table, [], 6, 2)
+    shared = copy.deepcopy(table)
+    name = "allocate" if way == "prepare" else "free"
+    function, calls = getattr(PageAllocator, name), iter(range(9))
+
+    def interrupting(*args: Any) -> Any:
+        result = function(*args)
+        if next(calls) == 0:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PageAllocator, name, interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            WAYS[way](table)
+    _check(shared, past)
+    assert pages.num_used == len({*table.held.tolist(), *shared.held.tolist()})
+    table.clear()
+    shared.clear()
+    assert pages.num_used == 0
