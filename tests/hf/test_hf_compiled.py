@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import signal
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -19,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel, pipeline
 
 import paged_attn
 from paged_attn import PagedCache, UnsupportedError
+from paged_attn.attn_ops.kv.page_allocator import PageAllocator
 from paged_attn.engine.engine import Engine
 from paged_attn.hf.cache_name import CACHE_NAME
 from paged_attn.hf.compiled_generate import paged_calls
@@ -371,6 +373,32 @@ def test_pages_of_unequal_rows_are_shared_until_one_writes() -> None:
     table.truncate(np.array([4, 9, 0]))
     assert table.lengths.tolist() == [4, 7, 0] and table.num_pages.tolist() == [1, 2, 0]
     other.clear()
+    table.clear()
+    assert shared.num_used == 0
+
+
+@pytest.mark.parametrize("way", ["extend", "select"])
+def test_an_interrupt_loses_no_page_of_unequal_rows(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Ctrl-C when pages were handed out or taken back, and the table does not know yet: it is raised when it does."""
+    from paged_attn import KVPool
+
+    shared = SharedPages(KVPool(pair_specs(), 32, 4, torch.float32))
+    table = RaggedTable(shared, 2)
+    table.extend(np.array([6, 3]))
+    name = "allocate" if way == "extend" else "free"
+    function, calls = getattr(PageAllocator, name), iter(range(9))
+
+    def interrupting(*args: Any) -> Any:
+        result = function(*args)
+        if next(calls) == 0:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PageAllocator, name, interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            table.extend(np.array([9, 9])) if way == "extend" else table.select(np.array([1]))
+    assert shared.num_used == len({*table.pages[table.pages > 0].tolist()})
     table.clear()
     assert shared.num_used == 0
 

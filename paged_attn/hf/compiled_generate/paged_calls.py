@@ -27,6 +27,7 @@ from paged_attn.hf.compiled_generate.ragged_table import Lengths, RaggedTable
 from paged_attn.hf.generate.kept_engine import change_of, follows_model
 from paged_attn.hf.generate.refuse import generate_frame
 from paged_attn.hf.shared_pages import CacheFull, SharedPages
+from paged_attn.interrupts import held_back
 
 logger = logging.getLogger("paged_attn")
 _MOVED = "_paged_attn_moved"  # of a DynamicCache in whose place a RaggedCache came
@@ -153,7 +154,7 @@ class PagedCalls:
         if isinstance(called, str):
             self._say(f"a call of generate runs without pages: {called}")
             return None
-        with self._lock:
+        with held_back, self._lock:
             if not self._ready():
                 return None
             assert self._pages is not None
@@ -181,7 +182,7 @@ class PagedCalls:
                 f"a call with a cache of model.compile(backend='paged_attn') cannot run on pages: {called}. Give generate a cache of its "
                 "own, with which it runs as written: a DynamicCache(config=model.config), or a paged_attn.PagedCache(model)"
             )
-        with self._lock:
+        with held_back, self._lock:
             if self.engine is None or cache.table.shared is not self._pages:
                 raise UnsupportedError("the model changed since this cache was made, and its pages are gone; begin generate anew")
             logits = self._run(cache.table, called.tokens, called.wanted)
@@ -200,7 +201,8 @@ class PagedCalls:
                 self.engine = self._pages = None
         if self.engine is None:
             try:
-                engine = Engine(self.model, None, self.config.with_(layer_groups=False))  # rows keep their own tables
+                with held_back.let_through():
+                    engine = Engine(self.model, None, self.config.with_(layer_groups=False))  # rows keep their own tables
                 _refuse_others(engine)
             except UnsupportedError as refusal:
                 self.refusal.note(self.model, refusal)
@@ -220,7 +222,9 @@ class PagedCalls:
         found: list[list[Tensor]] = [[] for _ in tokens]
         try:
             for parts in steps(counts, wanted, engine.config.step_tokens, engine.config.max_requests):
-                logits = engine.run_rows(_columns(parts, tokens, table, before))
+                columns = _columns(parts, tokens, table, before)
+                with held_back.let_through():
+                    logits = engine.run_rows(columns)
                 self.num_steps += 1
                 if len(parts) == len(tokens) and all(part.num_logits == wanted for part in parts):
                     return logits.view(len(parts), wanted, -1)

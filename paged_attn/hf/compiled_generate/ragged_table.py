@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paged_attn.hf.shared_pages import Pages, SharedPages
+from paged_attn.interrupts import uninterrupted
 
 Lengths = NDArray[np.int64]
 
@@ -28,6 +29,7 @@ class RaggedTable:
         """[rows] int64: how many pages each row has."""
         return -(-self.lengths // self.shared.page_size)
 
+    @uninterrupted
     def extend(self, new: Lengths) -> None:
         """Each row gets room for `new` [rows] more tokens, in pages that no other row holds.
 
@@ -47,6 +49,7 @@ class RaggedTable:
         self.pages[owner, np.arange(len(added)) - (counts.cumsum() - counts - before)[owner]] = added
         self.lengths = self.lengths + new
 
+    @uninterrupted
     def select(self, rows: NDArray[np.int64]) -> None:
         """Row i goes on as what row `rows[i]` was; nothing is copied."""
         pages = self.pages[rows]
@@ -54,6 +57,7 @@ class RaggedTable:
         self.shared.drop(self.pages)
         self.pages, self.lengths = pages, self.lengths[rows]
 
+    @uninterrupted
     def truncate(self, lengths: Lengths) -> None:
         """Forgets each row's tokens at and past `lengths` [rows]."""
         self.lengths = np.minimum(self.lengths, lengths)
@@ -61,11 +65,13 @@ class RaggedTable:
         self.shared.drop(self.pages[gone])
         self.pages[gone] = 0
 
+    @uninterrupted
     def clear(self) -> None:
         """Lets go of all pages and rows."""
         self.shared.drop(self.pages)
         self.lengths, self.pages = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
 
+    @uninterrupted
     def copied(self) -> RaggedTable:
         """Another table with the same rows on the same pages."""
         other = RaggedTable(self.shared)
