@@ -73,4 +73,7 @@ def _affine(name: str, operand: Tensor, width: int) -> Operand | None:
     head_stride = int(first[1, 0] - first[0, 0]) if heads > 1 else 0
     dim_stride = int(first[0, 1] - first[0, 0]) if dim > 1 else 0
     found = Operand(name, heads, dim, int(first[0, 0]), head_stride, dim_stride)
+    corners = [found.offset + h * head_stride + d * dim_stride for h in (0, heads - 1) for d in (0, dim - 1)]
+    if min(corners) < 0 or max(corners) >= width:
+        return None  # the first strides are not those of all elements
     return found if torch.equal(found.of(torch.arange(width)[None].expand(len(operand), -1)).double(), elements) else None

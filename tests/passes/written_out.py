@@ -105,6 +105,12 @@ def einsum_grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("...ghqk,...gkd->...ghqd", weights, v).flatten(1, 2)
 
 
+def einsum_groups_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Query head g * 2 + h reads KV head h."""
+    weights = (torch.einsum("btghd,bshd->bghts", q.transpose(1, 2).unflatten(2, (2, 2)), k.transpose(1, 2)) * SCALE + mask(q)).softmax(-1)
+    return torch.einsum("bghts,bshd->btghd", weights, v.transpose(1, 2)).flatten(2, 3).transpose(1, 2)
+
+
 def einsum_key_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (torch.einsum("bhjd,bhid->bhij", k, q) * SCALE + mask(q)).softmax(-1) @ v
 
@@ -302,7 +308,8 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
             (plain, 4, SCALE), (float32_cast_and_dropout, 4, SCALE), (scaled_query_and_where, 4, 1.0), (masked_fill_after_clamp, 4, 1.0),
             (multiplied_mask, 4, SCALE), (in_place, 4, SCALE), (grouped_5d, 2, SCALE), (bmm_3d, 4, SCALE), (baddbmm, 4, SCALE),
             (baddbmm_into_nothing, 4, SCALE),
-            (einsum, 4, SCALE), (einsum_tokens_first, 4, SCALE), (einsum_grouped, 2, SCALE), (einsum_key_first, 4, SCALE),
+            (einsum, 4, SCALE), (einsum_tokens_first, 4, SCALE), (einsum_grouped, 2, SCALE),
+            (einsum_key_first, 4, SCALE),
         )
     },
     **{

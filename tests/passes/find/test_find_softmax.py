@@ -29,6 +29,12 @@ def test_every_spelling_runs_ragged(name: str) -> None:
         assert getattr(spec, field) == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), field
 
 
+def test_groups_whose_heads_are_not_neighbours_keep_keys_and_values_of_each_head() -> None:
+    from tests.passes.written_out import einsum_groups_first
+
+    assert assert_ragged_equals_alone(toy(einsum_groups_first, 2)).specs[0].num_kv_heads == 4
+
+
 def test_one_head_at_a_time_is_as_many_layers() -> None:
     from tests.passes.written_out import head_by_head
 
