@@ -17,6 +17,7 @@ from paged_attn.passes.find.latent import LatentFinder
 from paged_attn.passes.fx.call_form import CallNotPaged
 from paged_attn.passes.fx.constants import specialise_numbers
 from paged_attn.passes.fx.graph_tools import name_of, remove_dead_code, shape_of
+from paged_attn.passes.fx.model_facts import max_positions
 from paged_attn.passes.optimize.complex_as_real import complex_as_real
 from paged_attn.passes.optimize.dense_experts import replace_dense_experts
 from paged_attn.passes.optimize.linears.float32_products import use_linear_float32
@@ -27,6 +28,7 @@ from paged_attn.passes.optimize.routing import fuse_routing
 from paged_attn.passes.optimize.scan_operands import read_columns_in_place, read_unrepeated_heads
 from paged_attn.passes.optimize.stacked_experts import keep_stacked
 from paged_attn.passes.positions.own_positions import use_own_positions
+from paged_attn.passes.positions.rows_apart import MixesRows, check_rows_apart
 from paged_attn.passes.prove.attention import AttentionProof, Prover, refuse_implausible
 from paged_attn.passes.prove.dual_chunk import DualChunkProof
 from paged_attn.passes.prove.latent import LatentProof, latent_of
@@ -52,6 +54,8 @@ def _find(graph: fx.Graph, facts: Facts) -> str:
                 "its attention is nn.MultiheadAttention, which a bare torch.compile takes for one operation. LLM(model) opens it and "
                 "serves the model; or write F.scaled_dot_product_attention in its place"
             )
+        else:
+            _rows_apart(graph, facts)  # names what mixes tokens, if anything does
         # A part of a broken graph has no positions.
         raise UnsupportedError(none) if facts.form.positions is not None else CallNotPaged(none)
     return f"{len(facts.sites)} attentions"
@@ -89,7 +93,7 @@ def _latents(graph: fx.Graph, facts: Facts) -> int:
 
 def _positions(graph: fx.Graph, facts: Facts) -> str:
     result = facts.result
-    result.positions_redirected, longest = use_own_positions(graph, facts.form, facts.values)
+    result.positions_redirected, longest = use_own_positions(graph, facts.form, facts.values, max_positions(facts.model))
     limits = [longest, *(proof.max_tokens for proof in facts.proofs if isinstance(proof, AttentionProof))]
     result.max_positions = min((limit for limit in limits if limit is not None), default=None)
     remove_dead_code(graph)
@@ -97,6 +101,16 @@ def _positions(graph: fx.Graph, facts: Facts) -> str:
     result.baked = tuple(index for index, node in enumerate(placeholders) if node in facts.baked and facts.form.roles[node] == "owned")
     result.evaluated = tuple(index for index, node in enumerate(placeholders) if node in facts.values.read)
     return f"{result.positions_redirected} values"
+
+
+def _rows_apart(graph: fx.Graph, facts: Facts) -> str:
+    limits = [limit for limit in (facts.result.max_positions, max_positions(facts.model)) if limit is not None]
+    try:
+        return check_rows_apart(graph, facts.form, facts.values, min(limits, default=None))
+    except MixesRows as refusal:
+        if facts.form.positions is None:
+            raise CallNotPaged(str(refusal)) from refusal
+        raise
 
 
 def _merge(graph: fx.Graph, facts: Facts) -> str:
@@ -136,6 +150,7 @@ PASSES = (
     ),
     GraphPass("replace_attention", "each becomes an op on pages", replace_layers),
     GraphPass("own_positions", "positions that the model counts itself become those of the batch", _positions),
+    GraphPass("rows_apart", "what is between the ops gives each token a row of its own: seen on two runs", _rows_apart),
     GraphPass("experts", "layers of experts that are proved become one op each, most while the model is traced", _experts),
     GraphPass(
         "scans", "what recurrent layers do with their states becomes ops on slots, which read their operands where they lie",

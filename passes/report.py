@@ -14,6 +14,7 @@ from paged_attn.passes.fx.call_form import CallForm, ReadValues
 from paged_attn.passes.optimize.dense_experts import ChooseExperts
 from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.optional import OPTIONAL
+from paged_attn.passes.positions.rows_apart import MixesRows
 from paged_attn.passes.prove.attention import AttentionProof
 from paged_attn.passes.prove.dual_chunk import DualChunkProof
 from paged_attn.passes.prove.latent import LatentProof
@@ -47,6 +48,7 @@ class Rewrite:
     gm: fx.GraphModule | None = None
     layers: list[LayerReport] = field(default_factory=list)
     not_paged: str = ""
+    mixes: MixesRows | None = None  # what makes it none, in a graph of which nobody knows whether it is the whole model
     seconds: dict[str, float] = field(default_factory=dict)
     nodes_before: int = 0
     nodes_after: int = 0

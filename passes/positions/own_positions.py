@@ -30,8 +30,11 @@ class PositionsFound(NamedTuple):
     max_positions: int | None
 
 
-def use_own_positions(graph: fx.Graph, form: CallForm, values: Values) -> PositionsFound:
+def use_own_positions(graph: fx.Graph, form: CallForm, values: Values, longest: int | None = None) -> PositionsFound:
     """Make every position that the model counts itself the batch's, in place.
+
+    Args:
+        longest: positions that the model says that it has.
 
     Raises:
         UnsupportedError: a value that depends on the row and is no function of positions, or on the token ids of other rows.
@@ -40,7 +43,7 @@ def use_own_positions(graph: fx.Graph, form: CallForm, values: Values) -> Positi
     drop_lookups(graph, form, values)
     positions = BatchPositions(graph, form)
     try:
-        redirected = use_positions_for_row_values(graph, form, values, positions)
+        redirected = use_positions_for_row_values(graph, form, values, positions, longest)
         remove_dead_code(graph)
         check_id_values(graph, form, values)
     except UnsupportedError as refusal:

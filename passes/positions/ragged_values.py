@@ -29,14 +29,19 @@ from paged_attn.passes.positions.batch_positions import BatchPositions
 from paged_attn.passes.positions.row_replacement import RowFacts, RowReplacement, refusal
 
 
-def use_positions_for_row_values(graph: fx.Graph, form: CallForm, values: Values, positions: BatchPositions) -> int:
+def use_positions_for_row_values(
+    graph: fx.Graph, form: CallForm, values: Values, positions: BatchPositions, longest: int | None = None
+) -> int:
     """Rewrite in place; returns how many values were replaced.
+
+    Args:
+        longest: positions that the model says that it has.
 
     Raises:
         UnsupportedError: a value whose rows differ and that is no function of positions, named by its module.
     """
     data = token_data(graph, form)
-    shared = RowFacts(form, values, positions, writers_of(graph.nodes))
+    shared = RowFacts(form, values, positions, writers_of(graph.nodes), longest)
     replaced: dict[tuple[fx.Node, ...], fx.Node] = {}
     harmless: set[tuple[fx.Node, ...]] = set()
     _check_written(shared, data)
@@ -53,11 +58,13 @@ def use_positions_for_row_values(graph: fx.Graph, form: CallForm, values: Values
             if sliced not in replaced:
                 work = RowReplacement(value, user, shared)
                 if work.is_harmless():
+                    work.check_farther()
                     harmless.add(sliced)
                     continue
                 if (lookup := lookup_of(user)) is not None and lookup.rows is value and token_axis(value, form) == lookup.axis:
                     raise refusal(value, "is looked up by other numbers than each token's position")
                 replaced[sliced] = work.make()
+                work.check_farther()
             user.replace_input_with(value, replaced[sliced])
     return len(replaced)
 

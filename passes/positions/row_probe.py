@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -9,11 +10,13 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import Writers, as_traced, shape_at, value_of, writers_of
+from paged_attn.passes.fx.graph_tools import Writers, as_traced, shape_at, size_at, value_of, writers_of
 from paged_attn.passes.fx.slicing import ancestors, evaluate
 from paged_attn.passes.fx.token_data import token_axis
 
 LENGTHS = ((13, 29), (4, 7))  # the second for models with fewer positions
+FARTHER = (1031, 131101)  # where a number made of the number of tokens, such as max(1, T / 4096), may have begun to matter
+MOST_NUMBERS = 1 << 23  # of a tensor that is made to see that
 
 
 Results = dict[tuple[fx.Node, int], Any]  # values of nodes in calls of some length
@@ -92,6 +95,19 @@ class RowProbe:
                 continue
             return short, long
         raise RuntimeError("no two lengths can be tried")
+
+    def farther(self, node: fx.Node, longest: int | None) -> list[int]:
+        """Lengths of long calls, as far as the model has positions and tensors stay small."""
+        nodes = ancestors(node, self.user, writers=self.writers, through_shapes=False)
+        shapes = [value.shape for each in nodes if isinstance(value := value_of(each), Tensor) and each.op != "placeholder"]
+        most = min(limit for limit in (self.form.max_tokens, longest, FARTHER[-1]) if limit is not None)
+
+        def numbers(length: int) -> int:
+            return max((math.prod(size_at(size, self.form.num_tokens, length) for size in shape) for shape in shapes), default=0)
+
+        while most > FARTHER[0] and numbers(most) > MOST_NUMBERS:
+            most //= 2
+        return sorted({min(length, most) for length in FARTHER})
 
     def is_constant(self, node: fx.Node) -> bool:
         """Whether all rows are the same, and at both lengths. Raises as `lengths`."""

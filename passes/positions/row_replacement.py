@@ -29,6 +29,7 @@ class RowFacts:
     values: Values
     positions: BatchPositions
     writers: Writers
+    longest: int | None = None  # positions that the model says that it has
     results: Results = field(default_factory=dict)
     tables: dict[fx.Node, TableRows | None] = field(default_factory=dict)
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -44,6 +45,18 @@ class RowReplacement:
 
     def is_harmless(self) -> bool:
         return bool(self._tried(lambda: not self._varies(self.value)))
+
+    def check_farther(self) -> None:
+        """Raises UnsupportedError where the rows of a short call are others in a long one."""
+        short = self._tried(lambda: self.probe.lengths(self.value)[1])
+        for length in self.probe.farther(self.value, self.shared.longest):
+            try:
+                far = self.probe.at(self.value, length)
+            except (IndexError, RuntimeError, KeyError):
+                return  # it has no more positions
+            near = self.probe.at(self.value, short)
+            if length > short and isinstance(near, Tensor) and not _close(near, _beginning(far, near)):
+                raise refusal(self.value, f"is another in a call of {length} tokens than in one of {short}")
 
     def _varies(self, node: fx.Node) -> bool:
         """Whether something made of tensors differs from row to row, or with the number of rows."""
@@ -155,6 +168,13 @@ class RowReplacement:
             if got.dtype != expected.dtype or got.shape != expected.shape or not _close(got, expected):
                 return False
         return True
+
+
+def _beginning(far: Tensor, near: Tensor) -> Tensor:
+    """What lies where `near` has numbers."""
+    for axis, size in enumerate(near.shape):
+        far = far.narrow(axis, 0, min(size, far.shape[axis]))
+    return far
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

@@ -37,6 +37,7 @@ from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, not_tr
 from paged_attn.engine.tracing.while_tracing import dynamo_unlogged, messages, no_collections, open_multihead_attention, plain_buffers
 from paged_attn.passes.find.attention_site import UnknownAttention
 from paged_attn.passes.fx.model_facts import max_positions
+from paged_attn.passes.positions.rows_apart import MixesRows
 from paged_attn.passes.prove.mask_probe import ShortTable
 from paged_attn.stopwatch import part
 
@@ -99,7 +100,7 @@ def _capture_with_opaque_modules(
             fakes = unknown.told() if unknown else nullcontext()
             with as_served(model), experts, looping as blocks, modules_as_ops(model, opaque, inputs), fakes, on_all_tokens(model, on_all):
                 return _capture_all_lengths(model, options, positions)
-        except (ReadsMask, UnknownAttention) as refusal:
+        except (ReadsMask, UnknownAttention, MixesRows) as refusal:
             if isinstance(refusal, ReadsMask):
                 opaque.pop(refusal.kind)
             modules = dict(model.named_modules())
@@ -266,7 +267,10 @@ def _traced(
         only_logits(gm)
         if gives_last_alone(wanted[0][0]):
             for_all_tokens(gm)
-        captured.append((CompiledGraph.of_trace(gm, example_inputs, *wanted[0]), list(example_inputs)))
+        compiled = CompiledGraph.of_trace(gm, example_inputs, *wanted[0])
+        if compiled.rewrite.mixes is not None:
+            raise compiled.rewrite.mixes
+        captured.append((compiled, list(example_inputs)))
         return stop
 
     # Dynamo counts recompiles per code object; a copy keeps engines from using up each other's limit.

@@ -52,6 +52,18 @@ def of_the_largest(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Ten
     return kept / kept.sum(-1, keepdim=True) @ v
 
 
+def of_tokens_before(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """Keys and values are mixed with those of the token before, and nothing keeps these."""
+    k, v = (each + torch.nn.functional.pad(each, (0, 0, 1, 0))[:, :-1] for each in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], mask)[:, 0]
+
+
+def of_running_sums(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """Linear attention, without a state: no token meets another one in a product."""
+    q, k = q.exp(), k.exp()
+    return q * (k * v).cumsum(1) / (q * k.cumsum(1)).sum(-1, keepdim=True)
+
+
 class Indexer(nn.Module):
     """Which keys a query may see, by a loop over what the data chooses."""
 
@@ -106,8 +118,10 @@ def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("mix", "indexed"), [(two_products, False), (windows, False), (windows, True), (of_queries, False), (of_the_largest, False)]
-)
+    ("mix", "indexed"),
+    [(two_products, False), (windows, False), (windows, True), (of_queries, False), (of_the_largest, False), (of_tokens_before, False),
+     (of_running_sums, False)],
+)  # fmt: skip
 def test_tokens_are_the_models_own(mix: Mixer, indexed: bool, caplog: pytest.LogCaptureFixture) -> None:
     model, prompts = Model(mix, indexed).eval(), random_prompts((1, 5, 17, 33))
     with torch.no_grad(), caplog.at_level(logging.WARNING, "paged_attn"):

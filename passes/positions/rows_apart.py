@@ -1,0 +1,239 @@
+"""What is computed between the ops must give each token a row of its own: in a ragged batch the rows beside it are other requests'.
+
+The rewritten graph is run twice on random rows, with one token, its position and what each op gives it changed. Nothing that another token
+hands to an op, and nothing in its logits, may move.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.model_code import MODEL_ERRORS
+from paged_attn.attn_ops.ops.experts import EXPERTS
+from paged_attn.attn_ops.ops.kinds import KINDS
+from paged_attn.attn_ops.ops.module import MODULE, MODULE_ON_ALL_TOKENS
+from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS, REQUEST_LENGTHS
+from paged_attn.passes.find.attention_site import module_path
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import as_traced, call, written_values
+from paged_attn.passes.fx.slicing import attribute_of
+from paged_attn.passes.fx.token_data import read_inputs, token_axis
+
+logger = logging.getLogger("paged_attn")
+
+FEWEST, TOKENS, MOST_TOKENS, CHANGED = 7, 37, 601, 3
+WORK = {"cpu": 1 << 31, "cuda": 1 << 43}  # products of two numbers in each of the two runs
+MOVED = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the largest number: where experts are added up, rows may round otherwise
+MOVED_16_BIT = 2e-2
+_COUNTED = (BATCH_POSITIONS, REQUEST_LENGTHS)
+_GIVEN = {kind.op for kind in KINDS} - {MODULE, *_COUNTED}  # results are taken to be a row's own: the op's own proof says so
+
+
+class MixesRows(UnsupportedError):
+    """A part of the model mixes tokens in another way than an attention or a recurrent layer.
+
+    Attributes:
+        module: the path of the module that does; "" outside any.
+    """
+
+    def __init__(self, module: str, words: str) -> None:
+        self.module = module
+        super().__init__(words)
+
+
+class _Values(NamedTuple):
+    """What a node is for the rows as they are, and with one of them changed."""
+
+    kept: Any
+    changed: Any
+
+
+def check_rows_apart(graph: fx.Graph, form: CallForm, values: Values, longest: int | None = None) -> str:
+    """Run a rewritten graph so; returns words for the log.
+
+    Args:
+        longest: positions that the model has, if that is known.
+
+    Raises:
+        MixesRows: a row of another token moved, named by the module where rows mix first.
+    """
+    plain = {node: dict.__getitem__(values, node) for node in graph.nodes if node.op == "placeholder"}  # their numbers prove nothing here
+    for tokens, position in _tries(form, plain, longest):
+        run = _Run(graph, form, plain, tokens, position)
+        try:
+            moved = run.moved_end()
+            if moved is not None:
+                raise run.refusal(moved)
+        except (torch.OutOfMemoryError, UnsupportedError):
+            raise
+        except MODEL_ERRORS as error:
+            why = f"{type(error).__name__}: {error}"
+            logger.info("rows of %d tokens, one of them at position %d, cannot be evaluated: %s", tokens, position, why)
+            continue
+        return f"{run.looked_at} values that ops and logits are made of hold a row of each token's own, seen on {tokens} tokens"
+    return "not evaluated: it does not run on random rows"
+
+
+def _tries(form: CallForm, values: Values, longest: int | None) -> Iterator[tuple[int, int]]:
+    """Numbers of tokens, and the far position of one of them; later ones are for models with fewer positions.
+
+    As many tokens as weigh little, since a part may join some that are far apart; a number that is no other size of the model.
+    """
+    tensors = [value for value in values.values() if isinstance(value, Tensor)]
+    work = WORK["cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"]
+    most = max(TOKENS, work // max(1, sum(tensor.numel() for tensor in tensors)))
+    known = [limit for limit in (form.max_tokens, longest and longest - 2) if limit]
+    sizes = {size for tensor in tensors for size in tensor.shape}
+    for wanted in (MOST_TOKENS, TOKENS, FEWEST):
+        most = min([most, wanted, *known])
+        tokens = next((count for count in range(most, FEWEST, -1) if count not in sizes), most)
+        for position in dict.fromkeys(((longest or 4 * tokens) - 1, CHANGED)):
+            yield tokens, position
+
+
+class _Run:
+    """Both runs side by side."""
+
+    def __init__(self, graph: fx.Graph, form: CallForm, values: Values, tokens: int, position: int) -> None:
+        self.graph, self.form, self.values, self.tokens, self.position = graph, form, values, tokens, position
+        self.looked_at = 0
+        last: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            last.update(dict.fromkeys(node.all_input_nodes, node))
+        self.dropped: dict[fx.Node, list[fx.Node]] = {}
+        for node, user in last.items():
+            self.dropped.setdefault(user, []).append(node)
+
+    def moved_end(self) -> fx.Node | None:
+        """The first value that an op is given, or that is returned, in which another row moved."""
+        for node, known in self._nodes(keep=False):
+            if node.op != "output" and node.target not in _GIVEN:
+                continue
+            for source in read_inputs(node):
+                self.looked_at += 1
+                if source.op != "placeholder" and self._moves(source, known[source]):
+                    return source
+        return None
+
+    def refusal(self, moved: fx.Node) -> MixesRows:
+        *_, (_, known) = self._nodes(keep=True)
+        behind = {moved}
+        for node in reversed(self.graph.nodes):
+            if node in behind:
+                behind.update(read_inputs(node))
+        first = next(
+            (node for node in self.graph.nodes if node in behind and node.op != "placeholder" and self._moves(node, known[node])), moved
+        )
+        where = module_path(first) or "the model's forward"
+        return MixesRows(
+            module_path(first),
+            f"{where}: {first.name} mixes tokens, in a way that is neither attention nor a recurrent layer with a cache: where one token "
+            "or its position is another, rows of others move, too (a shift, a convolution, a sum or mean along the sequence, the "
+            "largest position of a call). In a ragged batch those are other requests'.",
+        )
+
+    def _nodes(self, keep: bool) -> Iterator[tuple[fx.Node, dict[fx.Node, _Values]]]:
+        generator = torch.Generator().manual_seed(29)
+        known: dict[fx.Node, _Values] = {}
+        with torch.no_grad():
+            for node in self.graph.nodes:
+                if node.op == "placeholder":
+                    known[node] = self._placeholder(node, generator)
+                elif node.op == "get_attr":
+                    known[node] = _Values(attribute_of(node), attribute_of(node))
+                elif node.op != "output":
+                    self._compute(node, known, generator)
+                yield node, known
+                for other in self.dropped.get(node, ()) if not keep else ():
+                    del known[other]
+
+    def _compute(self, node: fx.Node, known: dict[fx.Node, _Values], generator: torch.Generator) -> None:
+        if node.target in _COUNTED:
+            for target in written_values(node):
+                self._count(known[target], node.target is BATCH_POSITIONS)
+            known[node] = _Values(None, None)
+            return
+        if node.target in _GIVEN and node.target not in (EXPERTS, MODULE_ON_ALL_TOKENS) and (targets := written_values(node)):
+            for target in targets:
+                self._fill(known[target], generator)
+            known[node] = _Values(None, None)
+            return
+        results = []
+        for side in (0, 1):
+            given = {source: known[source][side] for source in node.all_input_nodes}
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), given.__getitem__)
+            with torch.random.fork_rng(devices=[]):
+                results.append(call(node, args, kwargs))
+        known[node] = _Values(*results)
+
+    def _placeholder(self, node: fx.Node, generator: torch.Generator) -> _Values:
+        role, value = self.form.roles.get(node, ""), self.values[node]
+        if role == "tokens":
+            return _Values(self.tokens, self.tokens)
+        if role == "num_logits":
+            return _Values(len(self._logits_rows()), len(self._logits_rows()))
+        if role == "logits_rows":
+            rows = torch.tensor(self._logits_rows(), device=value.device, dtype=value.dtype)
+            return _Values(rows, rows)
+        if role == "position_ids":
+            both = _Values(*(torch.zeros(1, self.tokens, dtype=value.dtype, device=value.device) for _ in range(2)))
+            self._count(both, True)
+            return both
+        if role == "input_ids":
+            ids = torch.randint(2, 16, (self.tokens,), generator=generator)
+            other = ids.clone()
+            other[CHANGED] = 17 - ids[CHANGED]
+            shape = [self.tokens if symbolic else 1 for symbolic in (token_axis(node, self.form) == axis for axis in range(value.dim()))]
+            return _Values(*(each.view(shape).to(value.device, value.dtype) for each in (ids, other)))
+        if isinstance(value, Tensor):  # the model's own stay as they are
+            return _Values(value.detach().clone(), value.detach().clone()) if self._is_written(node) else _Values(value, value)
+        return _Values(as_traced(value), as_traced(value))
+
+    def _is_written(self, node: fx.Node) -> bool:
+        return any(node in written_values(user) for user in self.graph.nodes if node in user.all_input_nodes)
+
+    def _logits_rows(self) -> list[int]:
+        return [row for row in (0, 2, self.tokens - 1) if row != CHANGED]
+
+    def _count(self, both: _Values, positions: bool) -> None:
+        """Positions, or the lengths of requests, of which one is far."""
+        for side, value in enumerate(both):
+            rows = value.view(-1)
+            rows.copy_(torch.arange(self.tokens) if positions else torch.full((self.tokens,), self.tokens))
+            if side and CHANGED < self.tokens:
+                rows[CHANGED] = self.position if positions else self.position + 1
+
+    def _fill(self, both: _Values, generator: torch.Generator) -> None:
+        """With random rows, of which one is another."""
+        rows, others = (torch.randn(both.kept.shape, generator=generator) for _ in range(2))
+        both.kept.copy_(rows)
+        axes = [axis for axis, size in enumerate(rows.shape) if size == self.tokens]
+        if axes:
+            rows.select(axes[0], CHANGED).copy_(others.select(axes[0], CHANGED))
+        both.changed.copy_(rows)
+
+    def _moves(self, node: fx.Node, both: _Values) -> bool:
+        one, other = both
+        if not isinstance(one, Tensor):
+            return not isinstance(one, (tuple, list, type(None))) and bool(one != other)
+        axis = token_axis(node, self.form) if "example_value" in node.meta else None
+        if axis is None or one.shape[axis] != self.tokens:
+            sizes = [at for at, size in enumerate(one.shape) if size == self.tokens]
+            axis = sizes[0] if sizes else None
+        if axis is not None:
+            rest = torch.tensor([row for row in range(self.tokens) if row != CHANGED], device=one.device)
+            one, other = one.index_select(axis, rest), other.index_select(axis, rest)
+        if one.shape != other.shape:
+            return True
+        if not one.is_floating_point() and not one.is_complex():
+            return not torch.equal(one, other)
+        if one.numel() == 0:
+            return False
+        limit = MOVED.get(one.dtype, MOVED_16_BIT) * float(one.abs().nan_to_num(posinf=0.0).max())
+        return not torch.allclose(one, other, rtol=0.0, atol=limit, equal_nan=True)

@@ -1,0 +1,100 @@
+"""What is computed between the ops gives each token a row of its own; a graph that mixes rows there is refused, and the module is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.positions.rows_apart import MixesRows
+from tests.passes.graphs import Toy, assert_ragged_equals_alone, rewrite_of
+
+Change = Callable[[Tensor, Tensor], Tensor]
+TAPS = torch.randn(4, 1, 3, 1, generator=torch.Generator().manual_seed(1))
+WEIGHTS = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Changed(nn.Module):
+    """Queries [1, 4, T, 8] go through `change` with the positions [1, T] before attention."""
+
+    def __init__(self, change: Change) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, pos: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(self.change(q, pos), k, v, is_causal=True, enable_gqa=True)
+
+
+def shifted(q: Tensor, pos: Tensor) -> Tensor:
+    return q + F.pad(q, (0, 0, 1, 0))[:, :, :-1]
+
+
+def convolved(q: Tensor, pos: Tensor) -> Tensor:
+    return F.conv2d(F.pad(q, (0, 0, 2, 0)), TAPS, groups=4)
+
+
+def written(q: Tensor, pos: Tensor) -> Tensor:
+    q = q.clone()
+    q[:, :, 1:] += 1 + q[:, :, :-1]
+    return q
+
+
+def by_the_farthest(q: Tensor, pos: Tensor) -> Tensor:
+    return q / (pos.max() + 1).clamp(min=100)
+
+
+MIXED: dict[str, Change] = {
+    "the row before": shifted,
+    "a row far before": lambda q, pos: q + F.pad(q, (0, 0, 300, 0))[:, :, : q.shape[2]],
+    "a convolution": convolved,
+    "a sum": lambda q, pos: q.cumsum(2),
+    "the largest so far": lambda q, pos: q.cummax(2).values,
+    "the mean": lambda q, pos: q + q.mean(2, keepdim=True),
+    "rolled": lambda q, pos: q + q.roll(1, 2),
+    "written in place": written,
+    "the largest position": by_the_farthest,
+    "rows by rank": lambda q, pos: q * q[..., :1].argsort(2),
+}
+APART: dict[str, Change] = {
+    "heads mixed": lambda q, pos: torch.einsum("bhtd,hg->bgtd", q, WEIGHTS),
+    "sorted and back": lambda q, pos: q.sort(2).values.gather(2, q.argsort(2).argsort(2)),
+    "normed": lambda q, pos: F.layer_norm(q, q.shape[-1:]),
+    "in place": lambda q, pos: q.clone().mul_(pos[:, None, :, None] * 0.01),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_rows_that_take_from_others_are_refused(name: str) -> None:
+    with pytest.raises(MixesRows, match="mixes tokens") as refused:
+        rewrite_of(Toy(Changed(MIXED[name])))
+    assert refused.value.module == "attend"
+
+
+@pytest.mark.parametrize("name", APART)
+def test_rows_of_their_own_are_served(name: str) -> None:
+    assert_ragged_equals_alone(Toy(Changed(APART[name])))
+
+
+def test_rows_that_mix_behind_the_last_attention_are_refused() -> None:
+    class Late(Toy):
+        def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+            return super().forward(input_ids, position_ids).cumsum(1)
+
+    with pytest.raises(MixesRows, match="the model's forward: cumsum"):
+        rewrite_of(Late(Changed(lambda q, pos: q)))
+
+
+def by_the_length(q: Tensor, pos: Tensor) -> Tensor:
+    """NTK scaling, as code of one's own has it: another base for a call of more than 256 tokens."""
+    base = 10000.0 * max(1.0, q.shape[2] / 256)
+    return q * torch.cos(pos[:, None, :, None] / base ** (torch.arange(8) / 8))
+
+
+@pytest.mark.parametrize("change", [by_the_length, lambda q, pos: q * torch.tensor(q.shape[2] / 1000).clamp(min=1)])
+def test_a_number_that_follows_the_length_of_long_calls_is_refused(change: Change) -> None:
+    with pytest.raises(UnsupportedError, match="is made from the number of tokens and is another in a call of 1031 tokens than in one of"):
+        rewrite_of(Toy(Changed(change)))
