@@ -1,7 +1,7 @@
 """What is computed between the ops must give each token a row of its own: in a ragged batch the rows beside it are other requests'.
 
-The rewritten graph is run twice on random rows, with one token, its position and what each op gives it changed. Nothing that another token
-hands to an op, and nothing in its logits, may move.
+The rewritten graph is run twice on random rows. Half of the tokens, the first and the last among them, are others the second time, as is
+what ops give them, and one of them stands at a far position. Nothing that the other half hands to an op, and no logits of theirs, may move.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paged_attn.passes.fx.token_data import read_inputs, token_axis
 
 logger = logging.getLogger("paged_attn")
 
-FEWEST, TOKENS, MOST_TOKENS, CHANGED = 7, 37, 601, 3
+FEWEST, TOKENS, MOST_TOKENS = 7, 37, 601
 WORK = {"cpu": 1 << 31, "cuda": 1 << 43}  # products of two numbers in each of the two runs
 MOVED = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the largest number: where experts are added up, rows may round otherwise
 MOVED_16_BIT = 2e-2
@@ -64,37 +64,41 @@ def check_rows_apart(graph: fx.Graph, form: CallForm, values: Values, longest: i
         MixesRows: a row of another token moved, named by the module where rows mix first.
     """
     plain = {node: dict.__getitem__(values, node) for node in graph.nodes if node.op == "placeholder"}  # their numbers prove nothing here
-    for tokens, position in _tries(form, plain, longest):
-        run = _Run(graph, form, plain, tokens, position)
-        try:
-            moved = run.moved_end()
-            if moved is not None:
-                raise run.refusal(moved)
-        except (torch.OutOfMemoryError, UnsupportedError):
-            raise
-        except MODEL_ERRORS as error:
-            why = f"{type(error).__name__}: {error}"
-            logger.info("rows of %d tokens, one of them at position %d, cannot be evaluated: %s", tokens, position, why)
-            continue
-        return f"{run.looked_at} values that ops and logits are made of hold a row of each token's own, seen on {tokens} tokens"
-    return "not evaluated: it does not run on random rows"
+    seen: list[int] = []
+    looked_at = 0
+    for tokens in _lengths(form, plain, longest):
+        for position in ((longest or 4 * tokens) - 1, 0) if tokens > FEWEST or not seen else ():
+            run = _Run(graph, form, plain, tokens, position)
+            try:
+                moved = run.moved_end()
+                if moved is not None:
+                    raise run.refusal(moved)
+            except (torch.OutOfMemoryError, UnsupportedError):
+                raise
+            except MODEL_ERRORS as error:
+                why = f"{type(error).__name__}: {error}"
+                logger.info("rows of %d tokens, one of them at position %d, cannot be evaluated: %s", tokens, position, why)
+                continue
+            seen, looked_at = [*seen, tokens], run.looked_at
+            break
+    if not seen:
+        return "not evaluated: it does not run on random rows"
+    return (
+        f"{looked_at} values that ops and logits are made of hold a row of each token's own, seen on {' and '.join(map(str, seen))} tokens"
+    )
 
 
-def _tries(form: CallForm, values: Values, longest: int | None) -> Iterator[tuple[int, int]]:
-    """Numbers of tokens, and the far position of one of them; later ones are for models with fewer positions.
-
-    As many tokens as weigh little, since a part may join some that are far apart; a number that is no other size of the model.
-    """
+def _lengths(form: CallForm, values: Values, longest: int | None) -> list[int]:
+    """Numbers of tokens: as many as weigh little, since a part may join some that are far apart; fewer, which a capacity shows; and very
+    few, for models without positions for more. Each is no other size of the model."""
     tensors = [value for value in values.values() if isinstance(value, Tensor)]
     work = WORK["cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"]
-    most = max(TOKENS, work // max(1, sum(tensor.numel() for tensor in tensors)))
+    most = min(MOST_TOKENS, work // max(1, sum(tensor.numel() for tensor in tensors)))
     known = [limit for limit in (form.max_tokens, longest and longest - 2) if limit]
     sizes = {size for tensor in tensors for size in tensor.shape}
-    for wanted in (MOST_TOKENS, TOKENS, FEWEST):
-        most = min([most, wanted, *known])
-        tokens = next((count for count in range(most, FEWEST, -1) if count not in sizes), most)
-        for position in dict.fromkeys(((longest or 4 * tokens) - 1, CHANGED)):
-            yield tokens, position
+    wanted = [min([count, *known]) for count in (max(TOKENS, most), TOKENS, FEWEST)]
+    found = [next((count for count in range(most, FEWEST, -1) if count not in sizes), most) for most in wanted]
+    return [count for count in dict.fromkeys(found) if count > 2]
 
 
 class _Run:
@@ -103,6 +107,9 @@ class _Run:
     def __init__(self, graph: fx.Graph, form: CallForm, values: Values, tokens: int, position: int) -> None:
         self.graph, self.form, self.values, self.tokens, self.position = graph, form, values, tokens, position
         self.looked_at = 0
+        self.changes = torch.rand(tokens, generator=torch.Generator().manual_seed(31)) < 0.5
+        self.changes[0] = self.changes[-1] = True
+        self.changes[tokens // 2] = False
         last: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             last.update(dict.fromkeys(node.all_input_nodes, node))
@@ -133,7 +140,7 @@ class _Run:
         where = module_path(first) or "the model's forward"
         return MixesRows(
             module_path(first),
-            f"{where}: {first.name} mixes tokens, in a way that is neither attention nor a recurrent layer with a cache: where one token "
+            f"{where}: {first.name} mixes tokens, in a way that is neither attention nor a recurrent layer with a cache: where a token "
             "or its position is another, rows of others move, too (a shift, a convolution, a sum or mean along the sequence, the "
             "largest position of a call). In a ragged batch those are other requests'.",
         )
@@ -187,8 +194,7 @@ class _Run:
             return both
         if role == "input_ids":
             ids = torch.randint(2, 16, (self.tokens,), generator=generator)
-            other = ids.clone()
-            other[CHANGED] = 17 - ids[CHANGED]
+            other = torch.where(self.changes, 17 - ids, ids)
             shape = [self.tokens if symbolic else 1 for symbolic in (token_axis(node, self.form) == axis for axis in range(value.dim()))]
             return _Values(*(each.view(shape).to(value.device, value.dtype) for each in (ids, other)))
         if isinstance(value, Tensor):  # the model's own stay as they are
@@ -199,24 +205,22 @@ class _Run:
         return any(node in written_values(user) for user in self.graph.nodes if node in user.all_input_nodes)
 
     def _logits_rows(self) -> list[int]:
-        return [row for row in (0, 2, self.tokens - 1) if row != CHANGED]
+        return [row for row in range(self.tokens) if not self.changes[row]][:3]
 
     def _count(self, both: _Values, positions: bool) -> None:
-        """Positions, or the lengths of requests, of which one is far."""
+        """Positions, or the lengths of requests; the first is far."""
         for side, value in enumerate(both):
             rows = value.view(-1)
             rows.copy_(torch.arange(self.tokens) if positions else torch.full((self.tokens,), self.tokens))
-            if side and CHANGED < self.tokens:
-                rows[CHANGED] = self.position if positions else self.position + 1
+            if side:
+                rows[0] = self.position if positions else self.position + 1
 
     def _fill(self, both: _Values, generator: torch.Generator) -> None:
-        """With random rows, of which one is another."""
+        """With random rows, of which half are others."""
         rows, others = (torch.randn(both.kept.shape, generator=generator) for _ in range(2))
+        axis = next(axis for axis, size in enumerate(rows.shape) if size == self.tokens)
         both.kept.copy_(rows)
-        axes = [axis for axis, size in enumerate(rows.shape) if size == self.tokens]
-        if axes:
-            rows.select(axes[0], CHANGED).copy_(others.select(axes[0], CHANGED))
-        both.changed.copy_(rows)
+        both.changed.copy_(torch.where(self.changes.view([-1 if at == axis else 1 for at in range(rows.dim())]), others, rows))
 
     def _moves(self, node: fx.Node, both: _Values) -> bool:
         one, other = both
@@ -227,7 +231,7 @@ class _Run:
             sizes = [at for at, size in enumerate(one.shape) if size == self.tokens]
             axis = sizes[0] if sizes else None
         if axis is not None:
-            rest = torch.tensor([row for row in range(self.tokens) if row != CHANGED], device=one.device)
+            rest = (~self.changes).nonzero().flatten().to(one.device)
             one, other = one.index_select(axis, rest), other.index_select(axis, rest)
         if one.shape != other.shape:
             return True

@@ -34,7 +34,14 @@ from paged_attn.engine.tracing.repeated.find import AlikeLayers, alike_layers
 from paged_attn.engine.tracing.repeated.marks import marked
 from paged_attn.engine.tracing.repeated.same_code import NotAlike, guards_of_trace
 from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, not_traced, unwrapped_refusals
-from paged_attn.engine.tracing.while_tracing import dynamo_unlogged, messages, no_collections, open_multihead_attention, plain_buffers
+from paged_attn.engine.tracing.while_tracing import (
+    dynamo_unlogged,
+    messages,
+    no_collections,
+    open_multihead_attention,
+    plain_buffers,
+    plain_is_causal,
+)
 from paged_attn.passes.find.attention_site import UnknownAttention
 from paged_attn.passes.fx.model_facts import max_positions
 from paged_attn.passes.positions.rows_apart import MixesRows
@@ -280,7 +287,7 @@ def _traced(
     try:
         with (
             as_served(model), plain_buffers(model), settings, unwrapped_refusals(), no_collections(), dynamo_unlogged(), any_length(),
-            open_multihead_attention(),
+            open_multihead_attention(), plain_is_causal(),
             marked(model, layers) as numbers,
         ):  # fmt: skip
             torch.compile(target, backend=backend, fullgraph=True)(model, inputs)

@@ -68,6 +68,27 @@ def open_multihead_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fused)
 
 
+@contextmanager
+def plain_is_causal() -> Iterator[None]:
+    """Inside, `F.scaled_dot_product_attention` takes a truth value that Dynamo made of the number of tokens (`is_causal=T > 1`) as what it
+    is in the traced call, and the trace holds for calls where it is the same: the function itself wants a bool of Python's.
+    """
+    theirs = F.scaled_dot_product_attention
+
+    def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if "is_causal" in kwargs:
+            kwargs["is_causal"] = True if kwargs["is_causal"] else False
+        elif len(args) > 2:
+            args = (*args[:2], True if args[2] else False, *args[3:])
+        return theirs(query, key, value, *args, **kwargs)
+
+    F.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = theirs
+
+
 def messages() -> set[Callable[..., Any]]:
     """What tells people something and returns nothing: torch.compile leaves such calls out of its graph."""
     logger = logging.Logger

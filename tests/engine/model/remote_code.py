@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCAB, WIDTH, HEADS, DIM, POSITIONS = 96, 32, 4, 8, 128
@@ -100,6 +101,21 @@ class SlicedRotary(Causal):
         for layer in self.layers:
             x = layer(x, mask[None, None], position_ids)
         return self.head(x)
+
+
+class CausalByLength(SlicedLayer):
+    """Whether SDPA shall mask is a comparison of the number of tokens; a call of one needs no mask."""
+
+    def forward(self, x: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        cos, sin = (each[position_ids].unsqueeze(1) for each in self.rotary(v, seq_len=k.shape[-2]))
+        q, k = (each * cos + turned(each) * sin for each in (q, k))
+        attended = F.scaled_dot_product_attention(q, k, v, None, 0.0, q.shape[2] > 1)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class SdpaByLength(SlicedRotary):
+    layer = CausalByLength
 
 
 class ShortSlicedLayer(SlicedLayer):

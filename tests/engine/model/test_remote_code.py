@@ -16,7 +16,7 @@ from tests.oracle import random_prompts
 
 PROMPTS = random_prompts((1, 5, 17, 33, 70))
 GREEDY = SamplingParams(max_new_tokens=8)
-KINDS = ("SlicedRotary", "GrownSlicedRotary", "GrowingRotary", "UninitialisedScores")
+KINDS = ("SlicedRotary", "GrownSlicedRotary", "GrowingRotary", "UninitialisedScores", "SdpaByLength")
 
 
 def made(name: str) -> Causal:

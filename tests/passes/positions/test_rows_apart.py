@@ -56,6 +56,9 @@ MIXED: dict[str, Change] = {
     "the mean": lambda q, pos: q + q.mean(2, keepdim=True),
     "rolled": lambda q, pos: q + q.roll(1, 2),
     "written in place": written,
+    "the first row": lambda q, pos: q + q[:, :, :1],
+    "the last row": lambda q, pos: q + q[:, :, -1:],
+    "as far as there is room": lambda q, pos: torch.where((q > 0).cumsum(2) <= q.shape[2] // 4, q, 0.0),
     "the largest position": by_the_farthest,
     "rows by rank": lambda q, pos: q * q[..., :1].argsort(2),
 }
