@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
@@ -18,8 +19,9 @@ from paged_attn.passes.prove.bias_family import BiasFamily
 from paged_attn.passes.prove.config_claims import check_declared, check_declared_chunks
 from paged_attn.passes.prove.dual_chunk import DualChunkProbe, DualChunkProof, prove_dual_chunk
 from paged_attn.passes.prove.mask_family import MaskFamily, match_family
-from paged_attn.passes.prove.mask_probe import MaskProbe, as_seen
+from paged_attn.passes.prove.mask_probe import MaskProbe, ShortTable, as_seen
 from paged_attn.passes.prove.mask_proof import MaskProof, prove, unproved
+from paged_attn.passes.prove.other_mask import OtherMask, is_causal_whatever_else
 from paged_attn.passes.prove.score_function import MORE_TOKENS, ScoreFunction, ScoreRegion, mixed_heads
 from paged_attn.passes.prove.score_subgraph import DependsOnHiddenStates, MixesTokens, Recomputable
 from paged_attn.passes.prove.subgraph_probe import SubgraphProbe
@@ -72,7 +74,7 @@ class Prover:
             region = ScoreRegion(site, self.form, self.values)
             function = region.prove()
             probe.first_column = function.first_column
-            mask, has_mask = self._cached(probe, function.sinks), True
+            mask, has_mask = self._mask_of(probe, function.sinks), True
             self._check_further(region, function, mask.max_tokens)
             if scores.of_weights and max([probe.stored_length, *mask.family.limits]) >= MORE_TOKENS:
                 raise region.refusal(f"whether those of a query add up to 1 is seen on {MORE_TOKENS} tokens, and something changes later")
@@ -101,10 +103,20 @@ class Prover:
     def _sdpa_mask(self, site: AttentionSite, scores: SdpaScores) -> MaskProof:
         if scores.mask is None:
             return MaskProof(MaskFamily(scores.is_causal), "no mask, is_causal=" + str(scores.is_causal))
-        proof = self._cached(MaskProbe(scores.mask, site.node, self.form, self.values, site.where), None)
+        proof = self._mask_of(MaskProbe(scores.mask, site.node, self.form, self.values, site.where), None)
         if scores.is_causal and not proof.family.causal:  # both given: a key must pass both
             return replace(proof, family=replace(proof.family, causal=True), evidence=proof.evidence + ", and is_causal=True")
         return proof
+
+    def _mask_of(self, probe: MaskProbe, sinks: fx.Node | None) -> MaskProof:
+        try:
+            return self._cached(probe, sinks)
+        except (Recomputable, ShortTable):
+            raise
+        except UnsupportedError as refusal:
+            if is_causal_whatever_else(probe):
+                raise OtherMask(str(refusal)) from refusal
+            raise
 
     def _cached(self, probe: MaskProbe, sinks: fx.Node | None) -> MaskProof:
         key = (self._key(probe, sinks), probe.first_column)
@@ -161,5 +173,5 @@ def refuse_implausible(sites: list[AttentionSite], form: CallForm, values: Value
             continue  # padding, maybe, which one call has and another has not
         as_called = probe.evaluate_as_called()
         seen = as_seen(as_called, as_called.shape[-1], site.where).visible
-        if match_family(seen) is None:
+        if match_family(seen) is None and np.triu(seen, 1).any():  # a causal one can be evaluated anew
             raise unproved(site.where, seen, f"it matches no known family on the {seen.shape[0]} tokens of this call")

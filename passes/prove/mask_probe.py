@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
@@ -20,6 +21,7 @@ from paged_attn.passes.prove.mask_family import BoolMatrix, draw
 from paged_attn.passes.prove.score_subgraph import zeros_for
 from paged_attn.passes.prove.subgraph_probe import ProbeFailed, SubgraphProbe
 
+CONVOLUTIONS = (torch.conv1d, torch.conv2d, F.conv1d, F.conv2d)
 SMALLEST_TABLE = 32  # positions that suffice to tell windows and chunks of the scaled sizes apart
 
 
@@ -103,8 +105,8 @@ class MaskProbe(SubgraphProbe):
 
 
 def _is_weight(node: fx.Node) -> bool:
-    """Whether it is a weight of linear layers, such as those that make a bias of a distance: of any size, and of no position."""
-    return bool(node.users) and all(user.target in LINEARS and user.args[1:2] == (node,) for user in node.users)
+    """Whether it is a weight of linear layers, such as those that make a bias of a distance, or taps: of any size, and of no position."""
+    return bool(node.users) and all(user.target in {*LINEARS, *CONVOLUTIONS} and user.args[1:2] == (node,) for user in node.users)
 
 
 def as_seen(mask: Tensor, total: int, where: str) -> Seen:

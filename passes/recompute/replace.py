@@ -23,6 +23,7 @@ from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.fx.model_facts import model_dtype
 from paged_attn.passes.fx.slicing import attribute_of
+from paged_attn.passes.prove.other_mask import OtherMask
 from paged_attn.passes.prove.score_subgraph import Recomputable
 from paged_attn.passes.recompute.program import Program, make_program, prove_causal, row_input
 from paged_attn.passes.recompute.region import RecomputeRegion, TokenRows, find_recompute_region
@@ -52,7 +53,8 @@ class RecomputeReplacer:
         output, order = (site.scores.output, site.original_order) if isinstance(site.scores, WrittenScores) else (site.node, (0, 1, 2, 3))
         region = find_recompute_region(self.tokens, output, site.node, site.where)
         spec, program = self._spec(site, region, order, layer_id, f"{site.where}: {reason.what}")
-        logger.info(
+        logger.log(
+            logging.WARNING if isinstance(reason, OtherMask) else logging.INFO,
             "%s: %s, so that every step evaluates it on all tokens of each request: the cost of a token grows with the square of the "
             "length", site.where, reason.what,
         )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Masks that no family covers are refused: the message names the layer, says why and draws the mask. Nothing is guessed."""
+"""Masks that no family covers are evaluated anew on all tokens where they are causal; else they are refused: the message names the layer,
+says why and draws the mask. Nothing is guessed."""
 
 from __future__ import annotations
 
@@ -7,13 +8,20 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from tests.passes.graphs import masked, rewrite_of
+from paged_attn.attn_ops.specs.recompute import RecomputeSpec
+from tests.passes.graphs import assert_ragged_equals_alone, masked, rewrite_of
 from tests.passes.prove.test_mask_proof import Mask, arange, places, rows, tril, window
 
 
 def per_head(ids: Tensor, pos: Tensor) -> Tensor:
     q, k = rows(ids)
     return (k <= q) & (q - k < torch.arange(1, 5)[:, None, None] * 3)
+
+
+def per_head_ahead(ids: Tensor, pos: Tensor) -> Tensor:
+    q, k = rows(ids)
+    head = torch.arange(4)[:, None, None]
+    return (k <= q + head) & (q - k < (head + 1) * 3)
 
 
 def bias_of_both(ids: Tensor, pos: Tensor) -> Tensor:
@@ -60,31 +68,43 @@ def small_steps(ids: Tensor, pos: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[Mask, str]] = {
     "random": (random, "matches no known family"),
     "prefix-LM": (window("(k <= q) | (k < 4)"), "matches no known family"),
-    "differs per head": (per_head, r"differs between heads"),
-    "bias of query and key": (bias_of_both, r"a bias that matches no known family"),
     "soft": (soft, r"holds values besides 0 and -inf \(from -8 to 0\)"),
     "padding token": (padding_token, "matches no known family"),
     "rare token": (rare_token, "matches no known family"),
-    "dilated": (window("(k <= q) & ((q - k) % 2 == 0)"), "matches no known family"),
-    "block sparse": (window("(k <= q) & ((q // 4 == k // 4) | (k % 8 == 0))"), "matches no known family"),
-    "sink and window": (window("(k <= q) & ((q - k < 8) | (k == 0))"), "matches no known family"),
-    "strictly below": (window("k < q"), "matches no known family"),
+    "differs per head, and sees ahead": (per_head_ahead, r"differs between heads"),
     "anticausal": (window("k >= q"), "matches no known family"),
     "lopsided window": (window("((q - k) * 2 < 16 + (k % 2)) & (k - q < 8)"), "matches no known family"),
-    "window by distance on packed rows": (window_by_distance_on_packed_rows, r"packed sequences \(5, 26, 31\) see each other in a way"),
-    "window over segments": (counts_segments, r"see each other in a way"),
     "window that grows": (lambda ids, pos: tril(ids, pos).triu(-(ids.shape[1] // 3)), "is 20 and 23 on two probes"),
-    "window far from its number": (window("(k <= q) & (q - k < 4096 + (0 * q - 5))"), "no number in it explains"),
-    "sum of numbers": (window("(k <= q) & (k + 4096 > q + 100)"), "holds 100, 4096"),
-    "product of numbers": (window("(k <= q) & (q // 64 // 128 == k // 64 // 128)"), "holds 64, 128"),
-    "product of small numbers": (small_steps, "mask of 609 tokens is another"),
-    "window in a shift": (bit_reversed_chunks, "holds 13 in rshift"),
-    "window in a buffer": (window("(k <= q) & (q - k < buffer)", buffer=torch.tensor(4096)), "4096 in the tensor"),
-    "window in a list of them": (window("(k <= q) & (q - k < buffer[0])", buffer=torch.tensor([4096, 8])), "4096 in the tensor"),
-    "window in a fraction": (window("(k <= q) & (q - k < 4095.5)"), "holds 4095.5 in lt"),
-    "chunk in a reciprocal": (window("(k <= q) & (torch.floor(q * 0.0001220703125) == torch.floor(k * 0.0001220703125))"), "in mul"),
-    "window that nothing shows": (window("(k <= q) & (q.clamp(max=4096) - k < 9000)"), "holds 4096, 9000"),
 }  # fmt: skip
+
+
+RECOMPUTED: dict[str, Mask] = {
+    "differs per head": per_head,
+    "bias of query and key": bias_of_both,
+    "dilated": window("(k <= q) & ((q - k) % 2 == 0)"),
+    "block sparse": window("(k <= q) & ((q // 4 == k // 4) | (k % 8 == 0))"),
+    "sink and window": window("(k <= q) & ((q - k < 8) | (k == 0))"),
+    "strictly below": window("k < q"),
+    "window by distance on packed rows": window_by_distance_on_packed_rows,
+    "window over segments": counts_segments,
+    "window far from its number": window("(k <= q) & (q - k < 4096 + (0 * q - 5))"),
+    "sum of numbers": window("(k <= q) & (k + 4096 > q + 100)"),
+    "product of numbers": window("(k <= q) & (q // 64 // 128 == k // 64 // 128)"),
+    "product of small numbers": small_steps,
+    "window in a shift": bit_reversed_chunks,
+    "window in a buffer": window("(k <= q) & (q - k < buffer)", buffer=torch.tensor(4096)),
+    "window in a list of them": window("(k <= q) & (q - k < buffer[0])", buffer=torch.tensor([4096, 8])),
+    "window in a fraction": window("(k <= q) & (q - k < 4095.5)"),
+    "chunk in a reciprocal": window("(k <= q) & (torch.floor(q * 0.0001220703125) == torch.floor(k * 0.0001220703125))"),
+    "window that nothing shows": window("(k <= q) & (q.clamp(max=4096) - k < 9000)"),
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_recomputed(name: str) -> None:
+    result = assert_ragged_equals_alone(masked(RECOMPUTED[name]))
+    assert isinstance(result.specs[0], RecomputeSpec)
+    assert result.layers[0].proof.startswith("a mask of no known family: recomputed from each request's history")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -100,8 +120,8 @@ def test_refused(name: str) -> None:
 
 def test_the_two_heads_that_differ_are_both_drawn() -> None:
     with pytest.raises(UnsupportedError) as caught:
-        rewrite_of(masked(per_head))
+        rewrite_of(masked(per_head_ahead))
     message = str(caught.value)
-    assert "Head 0 (query = line, key = column):\n#....." in message and "and head 1:\n#....." in message
+    assert "Head 0 (query = line, key = column):\n#....." in message and "and head 1:\n##...." in message
     first, second = ([line for line in part.splitlines() if line[:1] in "#." and line] for part in message.split("and head 1:"))
-    assert first[5].startswith("...###.") and second[5].startswith("######.")
+    assert first[5].startswith("...###.") and second[5].startswith("#######.")

@@ -1,0 +1,62 @@
+"""Masks that no family describes (every third key, blocks with a few keys for all, the first keys beside a window), if they are causal.
+
+The attention itself can then be evaluated anew on all tokens of a request, mask included, whatever that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.fx.mask_literals import HIDES
+from paged_attn.passes.prove.mask_probe import MaskProbe
+from paged_attn.passes.prove.score_subgraph import Recomputable, zeros_for
+
+LENGTHS = (61, 333, 609)
+
+
+class OtherMask(Recomputable):
+    """A mask made from positions alone that hides all later tokens, and of which no more is known."""
+
+    what = "a mask of no known family"
+
+
+def is_causal_whatever_else(probe: MaskProbe) -> bool:
+    """Whether a mask hides what is ahead, and is no other one where more tokens follow, also with its large numbers scaled down.
+
+    False where that cannot be seen.
+
+    Not of masks that are made from token ids: those are no rows that are kept.
+    """
+    if any(probe.form.roles.get(node) == "input_ids" and node not in probe.shapes for node in probe.nodes):
+        return False
+    lengths = sorted({min(length, probe.table_length or length, probe.form.max_tokens or length) for length in LENGTHS})
+    try:
+        return all(_is_causal([_rows_of(probe, length, scale) for length in lengths]) for scale in (None, *probe.scales))
+    except UnsupportedError:
+        return False
+
+
+def _is_causal(masks: list[Tensor]) -> bool:
+    longest = masks[-1]
+    return all(_sees_nothing_ahead(mask) and torch.equal(mask, longest[:, : len(mask[0]), : len(mask[0])]) for mask in masks)
+
+
+def _rows_of(probe: MaskProbe, length: int, scale: Sequence[int] | None) -> Tensor:
+    """[heads, T, T]: what is added; HIDES and less are one."""
+    given = {} if probe.products is None else {probe.products: zeros_for(probe.products, probe.form, length, torch.float64)}
+    mask = probe.evaluate((length,), scale, 0, given)
+    if probe.products is not None:
+        mask = mask[..., probe.first_column : probe.first_column + length]
+    if any(size not in (1, length) for size in mask.shape[-2:]):
+        raise UnsupportedError(f"{probe.where}: its mask has shape {list(mask.shape)}")
+    mask = torch.where(mask, 0.0, HIDES) if mask.dtype == torch.bool else mask.double().nan_to_num(neginf=HIDES).clamp(min=HIDES)
+    return mask.expand(*mask.shape[:-2], length, length).reshape(-1, length, length)
+
+
+def _sees_nothing_ahead(mask: Tensor) -> bool:
+    ahead = torch.ones(mask.shape[1:], dtype=torch.bool, device=mask.device).triu(1)
+    return bool((mask[:, ahead] <= HIDES).all())
