@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import op_name, shape_at, value_of, writers_of
+from paged_attn.passes.fx.graph_tools import op_name, shape_at, token_dims, value_of, writers_of
 from paged_attn.passes.fx.mask_literals import SMALL_TENSOR
 from paged_attn.passes.fx.slicing import ancestors
 from paged_attn.passes.fx.token_data import read_inputs
@@ -37,6 +37,23 @@ def without_score_arithmetic(nodes: list[fx.Node], products: Collection[fx.Node]
     """`nodes` without plain arithmetic on scores; masks, and anything on scores that may pick positions, stay."""
     path = score_path(nodes, *products)
     return [node for node in nodes if node not in path or (op_name(node) not in _ARITHMETIC and node not in products)]
+
+
+def factors_of_scores(nodes: list[fx.Node], products: Collection[fx.Node], form: CallForm) -> set[fx.Node]:
+    """What is made of the model's own tensors and numbers alone (a learned temperature, bounded) and goes into plain arithmetic on scores:
+    it is the same at all positions, and what it does is proved with that arithmetic."""
+    path = score_path(nodes, *products)
+    fixed = set[fx.Node]()
+    for node in nodes:
+        own = form.roles.get(node) == "owned" if node.op == "placeholder" else all(source in fixed for source in node.all_input_nodes)
+        if own and node not in path and isinstance(value_of(node), Tensor) and not token_dims(node, form.num_tokens):
+            fixed.add(node)
+    found, among = set[fx.Node](), set(nodes)
+    for node in reversed(nodes):
+        users = node.users.keys() & among
+        if node in fixed and all(user in found or (user in path and op_name(user) in _ARITHMETIC) for user in users):
+            found.add(node)
+    return found
 
 
 def zeros_for(node: fx.Node, form: CallForm, total: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from paged_attn.passes.fx.call_form import CallForm, CallNotPaged, Values
 from paged_attn.passes.fx.mask_literals import LARGEST_SHOWN, hidden_numbers, is_size, scaled_number, scaled_numbers
 from paged_attn.passes.fx.slicing import MAX_NODES, evaluate
 from paged_attn.passes.prove.score_subgraph import (
+    factors_of_scores,
     needed_for_values,
     placeholder_value,
     refuse_hidden_states,
@@ -56,9 +57,10 @@ class SubgraphProbe:
             raise UnsupportedError(
                 f"{where}: its mask is made by {len(self.nodes)} operations, more than the {MAX_NODES} that are evaluated"
             )
-        self._about_positions = without_score_arithmetic(self.nodes, products)
+        factors = factors_of_scores(self.nodes, products, form) if products else set()
+        self._about_positions = [node for node in without_score_arithmetic(self.nodes, products) if node not in factors]
         self.literals = scaled_numbers(self._about_positions)
-        self.owned = {n: values[n] for n in self.nodes if form.roles.get(n) == "owned"}
+        self.owned = {n: values[n] for n in self.nodes if form.roles.get(n) == "owned" and n not in factors}
 
     def hidden(self, shown: int = LARGEST_SHOWN) -> list[str]:
         """Its numbers that no probe can show, as of `hidden_numbers`."""

@@ -301,6 +301,18 @@ def scaled_by_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(q @ repeated(k).mT * torch.tensor([0.25, 0.5, 0.75, 1.0]).view(4, 1, 1) + mask(q), -1) @ repeated(v)
 
 
+class BoundedTemperature(nn.Module):
+    """Cosines of queries and keys, times a learned factor of each head that is bounded by a large number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor([20.0, 25.0, 30.0, 200.0]).log().view(4, 1, 1))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * self.logit_scale.exp().clamp(max=100)
+        return F.softmax(scores + mask(q), -1) @ v
+
+
 SPELLINGS: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
     **{
         f.__name__: (f, heads, {"scale": scale})
@@ -323,6 +335,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
     },
     "divided, with ALiBi": (divided_with_slopes, 4, {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)}),
     "scale by head": (scaled_by_head, 2, {"scale": 1.0}),
+    "bounded scale by head": (BoundedTemperature(), 4, {"scale": 100.0}),
     "keys first": (keys_first, 4, {"scale": SCALE}),
     "softcap": (capped, 2, {"softcap": 50.0, "scale": SCALE}),
     "window": (windowed, 4, {"sliding_window": 4096}),

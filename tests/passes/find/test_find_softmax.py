@@ -159,13 +159,8 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
     "sink that changes later": (
         lambda q, k, v: F.softmax(torch.cat([s := scores(q, k), late_rows(s)], -1), -1)[..., :-1] @ v, "its sinks are others on 609 tokens"
     ),
-    "bias that begins later": (
-        lambda q, k, v: F.softmax(scores(q, k) - (distance(q) * (1 / 300) - 3).clamp(min=0) - distance(q) / 16, -1) @ v,
-        "0.00333333 in mul",
-    ),
     "powers written before their sum": (written_before_the_sum, "weights"),
     "weights used elsewhere": (lambda q, k, v: (p := F.softmax(scores(q, k), -1)) @ v + p.amax(-1, keepdim=True), "go into amax, too"),
-    "bias of query and key": (bias_of_both, "a bias that matches no known family"),
     "two sinks": (lambda q, k, v: F.softmax(F.pad(scores(q, k), (0, 2)), -1)[..., :-2] @ v, "2 columns besides"),
     "scores transposed": (lambda q, k, v: F.softmax((k @ q.transpose(-1, -2)).transpose(2, 3) + mask(q), -1) @ v, "neither scale"),
 }  # fmt: skip
@@ -176,6 +171,16 @@ def test_refused(name: str) -> None:
     attend, why = REFUSED[name]
     with pytest.raises(UnsupportedError, match=rf"layer at attend.*{why}"):
         rewrite_of(toy(attend))
+
+
+def bias_that_begins_later(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(scores(q, k) - (distance(q) * (1 / 300) - 3).clamp(min=0) - distance(q) / 16, -1) @ v
+
+
+@pytest.mark.parametrize("attend", [bias_that_begins_later, bias_of_both])
+def test_a_bias_of_no_known_family_is_evaluated_anew(attend: Callable[..., Tensor]) -> None:
+    (layer,) = assert_ragged_equals_alone(toy(attend)).layers
+    assert layer.proof.startswith("a mask of no known family: recomputed")
 
 
 @pytest.mark.parametrize("change", [{"softcap": None}, {"scale": 0.36}, {"alibi_slopes": None}])
