@@ -12,11 +12,12 @@ from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.calling.call_signature import takes
 from paged_attn.calling.evaluating import as_served
-from paged_attn.engine.model.rows_of_logits import rows_of_logits
+from paged_attn.engine.model.rows_of_logits import gives_last_alone, rows_of_logits
 from paged_attn.passes.fx.model_facts import max_positions, model_device, model_dtype
 from paged_attn.tolerances import LOGITS, LOGITS_16_BIT, row_errors, typical
 
 SEEDS, MORE, MOST_MORE = 3, 24, 256  # tokens behind the first row that is compared
+SHORT, LONGEST_BRANCH = (1, 2, 3, 17, 61, 257), 1024
 OF_ALL_TOKENS = (
     "something is computed from all tokens of a call at once, such as a factor made of their number, or the scale of numbers that are "
     "quantised as it runs"
@@ -31,6 +32,42 @@ def refuse_both_directions(layers: Sequence[AttentionSpec]) -> None:
             f"{acausal[0] or 'the model'} attends in both directions, so that a later token would change earlier ones: "
             "this model cannot generate token by token"
         )
+
+
+def refuse_branches(model: nn.Module, from_tokens: int, num_ids: int) -> None:
+    """Compare a call that a trace holds for with shorter ones, for which the model branches otherwise, and which the trace serves, too.
+
+    Args:
+        from_tokens: in the shortest call that it holds for; 2 if it holds for all. Beyond LONGEST_BRANCH the self-check alone looks.
+        num_ids: token ids are drawn below that.
+
+    Raises:
+        UnsupportedError: what a token's logits are depends on the number of tokens in that call.
+    """
+    longest = max_positions(model) or from_tokens + 1
+    if not 2 < from_tokens <= min(LONGEST_BRANCH, longest) or gives_last_alone(model):
+        return
+    ends = [count for count in SHORT if count < from_tokens - 1] + [from_tokens - 1]
+    more = {"use_cache": False} if takes(model, "use_cache") else {}
+    with as_served(model):
+        ids = torch.randint(0, num_ids, (from_tokens + 1,), generator=torch.Generator().manual_seed(0)).to(model_device(model))
+        try:
+            whole = rows_of_logits(model, ids[:longest], **more)
+        except torch.OutOfMemoryError:
+            raise
+        except MODEL_ERRORS:
+            return
+        for end in ends:
+            last = end - max(1, end // 4)  # those that see most
+            error = typical(row_errors(whole[last:end], rows_of_logits(model, ids[:end], **more)[last:]))
+            limit = LOGITS.get(model_dtype(model), LOGITS_16_BIT)
+            if not error <= limit:
+                raise UnsupportedError(
+                    f"{type(model).__name__} computes something else in short calls: it branches on the number of tokens, at "
+                    f"{from_tokens}, and the logits of a call of {end} are others than those of the same tokens in one of {len(whole)}, by "
+                    f"{error:.2g} of their size (allowed {limit:g}). So what is said of a token changes as its request grows. Nothing was "
+                    "generated."
+                )
 
 
 def refuse_acausal(model: nn.Module, start: int, num_ids: int, because: str) -> None:

@@ -28,7 +28,7 @@ from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.runs.traced_served import TracedServed
 from paged_attn.compiled.graph_inputs import GraphInputs, logits_of
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.engine.model.causality import OF_ALL_TOKENS, OF_CHOICES, refuse_acausal, refuse_both_directions
+from paged_attn.engine.model.causality import OF_ALL_TOKENS, OF_CHOICES, refuse_acausal, refuse_both_directions, refuse_branches
 from paged_attn.engine.model.model_output import TokenIds, check_output
 from paged_attn.engine.model.model_state import Difference
 from paged_attn.engine.model.rows_of_logits import rows_of_logits
@@ -201,6 +201,7 @@ class TracedRunner:
             raise UnsupportedError(f"{type(self.model).__name__} cannot run paged batches: {self.compiled.rewrite.not_paged}")
         if not isinstance(self.model, Body):
             refuse_both_directions(self.compiled.specs)
+            refuse_branches(self.model, self.compiled.rewrite.form.min_tokens, self.token_ids.tried)
         self.inputs = GraphInputs(self.compiled.roles, args)
         self.takes_logits_rows = self.inputs.takes_logits_rows
         self.max_rows = self.compiled.rewrite.form.max_tokens  # what was traced was not seen in a longer row

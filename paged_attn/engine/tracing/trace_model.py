@@ -154,18 +154,24 @@ def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: b
                     raise
                 length = refusal.length + 2  # the table may be what calls of so many tokens left in the model
                 continue
-            logger.info("%s can only be captured for up to %d positions: %s", type(model).__name__, length - 2, refusal)
+            logger.warning(
+                "%s can only be captured for up to %d positions, though it runs longer calls itself: %s",
+                type(model).__name__,
+                length - 2,
+                refusal,
+            )
             return _capture(model, options, trace_inputs(model, TRACE_TOKENS, positions), True, layers)
         bound = compiled.rewrite.form.max_tokens
         if best is not None and compiled.split is None and bound is None:
             return best
         if bound is None or bound >= LONGEST_TRACE or limited:
             return compiled, args
+        stated = max_positions(model)
         if compiled.split is not None:
-            if (stated := max_positions(model)) is not None and stated <= bound:
+            if stated is not None and stated <= bound:
                 return compiled, args
             best = compiled, args  # a table that ends there may be one that grows in forward, which a longer trace shows
-        elif not _runs(model, bound + 1, positions):
+        elif (stated is not None and stated <= bound) or not _runs(model, bound + 1, positions):
             length, limited = min(length, bound), True
             continue
         length = bound + 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
 from paged_attn.engine.model.causality import refuse_acausal
+from tests.engine.runners.own_positions import greedy_loop
 from tests.oracle import random_prompts
 from tests.tiny_models import build
 from tests.zoo.build import build as build_type
@@ -40,7 +42,7 @@ def test_one_scale_for_all_tokens_of_a_call_is_refused(compiled: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
-    words = r"itself is not causal: in a call of 24 tokens .* computed from all tokens of a call at once, such as the scale"
+    words = r"itself is not causal: in a call of 24 tokens .* computed from all tokens of a call at once, .* or the scale"
     with pytest.raises(UnsupportedError, match=words) as told:
         LLM(model, num_pages=20, compile=compiled)
     assert "compile" not in str(told.value)
@@ -65,3 +67,38 @@ def test_what_is_compared(start: int) -> None:
     refuse_acausal(Plain(mixed=1.0, longest=start + 20), start, 96, "")  # it cannot be called on so many
     with pytest.raises(UnsupportedError, match=rf"Plain itself is not causal: in a call of {start + max(24, start)} tokens .*: it means"):
         refuse_acausal(Plain(mixed=1.0), start, 96, "it means")
+
+
+class Branching(nn.Module):
+    """Attention that is twice as sharp in calls of up to `few` tokens."""
+
+    def __init__(self, few: int, sharper: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.few, self.sharper = few, sharper
+        self.embed, self.qkv, self.head = nn.Embedding(96, 16), nn.Linear(16, 48), nn.Linear(16, 96)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        position_ids = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
+        q, k, v = self.qkv(self.embed(input_ids) + torch.sin(position_ids[..., None] * 0.1)).chunk(3, -1)
+        if input_ids.shape[1] <= self.few:
+            q = q * self.sharper
+        attended = nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=True)
+        return self.head(attended[:, 0])
+
+
+@pytest.mark.parametrize("few", [4, 60])
+def test_another_answer_in_short_calls_is_refused_without_the_self_check(few: int) -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"Branching computes something else in short calls: it branches on the number of tokens, at "
+    ):
+        LLM(Branching(few, 5.0).eval(), num_pages=20, self_check=False)
+    LLM(Branching(few, 1.0).eval(), num_pages=20, self_check=False).close()
+
+
+def test_a_branch_beyond_the_models_positions_is_no_matter() -> None:
+    model, prompts = Branching(60, 5.0).eval(), random_prompts((1, 5, 33))
+    model.config = SimpleNamespace(max_position_embeddings=50)
+    with LLM(model, num_pages=20, self_check=False) as llm:
+        got = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=8))]
+    assert got == [greedy_loop(model, prompt, 8) for prompt in prompts]
