@@ -33,7 +33,8 @@ def is_causal_whatever_else(probe: MaskProbe) -> bool:
     """
     if any(probe.form.roles.get(node) == "input_ids" and node not in probe.shapes for node in probe.nodes):
         return False
-    lengths = sorted({min(length, probe.table_length or length, probe.form.max_tokens or length) for length in LENGTHS})
+    wanted = {*LENGTHS, max(LENGTHS[-1], probe.stored_length)}  # numbers in a tensor may begin to matter anywhere in it
+    lengths = sorted({min(length, probe.table_length or length, probe.form.max_tokens or length) for length in wanted})
     try:
         return all(_is_causal([_rows_of(probe, length, scale) for length in lengths]) for scale in (None, *probe.scales))
     except UnsupportedError:
