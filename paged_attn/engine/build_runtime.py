@@ -221,7 +221,20 @@ def ready_to_step(
     return steps, lora_steps, pool, selection
 
 
-def step_tokens_on_gpu(config: EngineConfig, runner: Runner) -> int:
+def fitted(config: EngineConfig, runner: Runner, is_causal: bool, given_step_tokens: int | None) -> EngineConfig:
+    """The settings with what the model decides: how many tokens a step has, and that no prefix is kept where tokens see later ones.
+
+    Args:
+        given_step_tokens: the caller's own `max_batch_tokens`; the model may lower it, but nothing raises it.
+    """
+    if runner.device.type == "cuda" and given_step_tokens is None:
+        config = config.with_(max_batch_tokens=_step_tokens_on_gpu(config, runner))
+    if runner.max_rows is not None and runner.max_rows < config.step_tokens:
+        config = config.with_(max_batch_tokens=runner.max_rows)
+    return config if is_causal else config.with_(prefix_cache=False)
+
+
+def _step_tokens_on_gpu(config: EngineConfig, runner: Runner) -> int:
     """The default of `max_batch_tokens` for this model."""
     tokens = MANY_EXPERTS_STEP_TOKENS if runner.experts_per_choice >= MANY_EXPERTS else config.step_tokens
     if not (config.deterministic and has_triton()):

@@ -23,7 +23,7 @@ from paged_attn.backends.devices import has_triton
 from paged_attn.calling.plain_modes import in_plain_modes
 from paged_attn.calling.uncompiled import uncompiled
 from paged_attn.capture.graphs.recorder import Recorder
-from paged_attn.engine.build_runtime import lora_runner, make_runner, ready_to_step, refuse_for_pooling, step_tokens_on_gpu
+from paged_attn.engine.build_runtime import fitted, lora_runner, make_runner, ready_to_step, refuse_for_pooling
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.generation_config import default_params
 from paged_attn.engine.input_processor import InputProcessor
@@ -99,54 +99,58 @@ class Engine:
         given = config or EngineConfig.from_environment()
         self.config = given.resolved(cuda=cuda, has_triton=cuda and has_triton())
         self.tokenizer = tokenizer
-        first = num_threads_to_start(model)
-        with num_threads(self.config.threads or first):
+        to_start = num_threads_to_start(model)
+        with num_threads(self.config.threads or to_start):
             self.runner = make_runner(model, self.config)
         if self.pooler is not None:
             refuse_for_pooling(self.runner, self.pooler, self.config)
+        self.is_causal = all(spec.causal for spec in self.runner.layers if spec.by_backend)
+        self.config = fitted(self.config, self.runner, self.is_causal, given.max_batch_tokens)
         limits = ModelLimits.of(model, self.runner.max_positions, self.runner.length_borders, self.runner.token_ids)
         limits = limits.within(self.config.max_model_len)
         defaults = default_params(model, limits.eos_token_ids) if self.config.generation_config == "auto" else SamplingParams()
-        if cuda and given.max_batch_tokens is None:
-            self.config = self.config.with_(max_batch_tokens=step_tokens_on_gpu(self.config, self.runner))
-        if (rows := self.runner.max_rows) is not None and rows < self.config.step_tokens:
-            self.config = self.config.with_(max_batch_tokens=rows)
-        device, layers = self.device, self.runner.layers
-        self.is_causal = all(spec.causal for spec in layers if spec.by_backend)
-        if not self.is_causal:
-            self.config = self.config.with_(prefix_cache=False)
-        recurrent = [layer.spec for layer in self.runner.recurrent]
-        takes_chunks = all(layer.takes_chunks for layer in self.runner.recurrent)
-        grouped = self.config.layer_groups and self.pooler is None
-        groups = group_layers(layers, limits.max_positions, self.config.page_size) if grouped else ()
+        self._allocate(limits, recorder)
+        self._make_loop(limits, defaults, to_start)
+
+    def _allocate(self, limits: ModelLimits, recorder: Recorder | None) -> None:
+        """Divide the memory, make the pools in it, and capture the steps that use them."""
+        runner, config = self.runner, self.config
+        recurrent = [layer.spec for layer in runner.recurrent]
+        takes_chunks = all(layer.takes_chunks for layer in runner.recurrent)
+        grouped = config.layer_groups and self.pooler is None
+        groups = group_layers(runner.layers, limits.max_positions, config.page_size) if grouped else ()
         self.budget = MemoryBudget(
-            self.config, layers, self.runner.dtype, device, groups, recurrent, limits.max_positions, takes_chunks,
-            int if self.runner.ranks is None else self.runner.ranks.least,
+            config, runner.layers, runner.dtype, self.device, groups, recurrent, limits.max_positions, takes_chunks,
+            int if runner.ranks is None else runner.ranks.least,
         )  # fmt: skip
         slots = self.budget.slots
-        self.states = StatePool(recurrent, slots.total, device) if recurrent else None
-        states = RecurrentRunner(self.runner.recurrent, self.states) if self.states else None
-        with_adapters = lora_runner(self.runner, self.config)
+        self.states = StatePool(recurrent, slots.total, self.device) if recurrent else None
+        states = RecurrentRunner(runner.recurrent, self.states) if self.states else None
+        with_adapters = lora_runner(runner, config)
         self.adapters = None if with_adapters is None else with_adapters.adapters
         self.steps, self.lora_steps, self.pool, self.selection = ready_to_step(
-            self.runner, with_adapters, self.config, self.budget.pages, states, recorder, groups
+            runner, with_adapters, config, self.budget.pages, states, recorder, groups
         )
         logger.info("memory: %s", self.budget.describe(self.pool.num_pages))
-        if self.states and self.config.prefix_cache and not slots.kept:
+        if self.states and config.prefix_cache and not slots.kept:
             logger.info("no prefix is reused: its KV is of no use without the recurrent state at its end (see state_snapshots)")
-        interval = self.config.snapshot_interval if takes_chunks else 0  # else all that follows one runs token by token
-        self.kv = make_kv_manager(self.config, groups, self.pool.num_pages, slots, self.states, interval)
+        interval = config.snapshot_interval if takes_chunks else 0  # else all that follows one runs token by token
+        self.kv = make_kv_manager(config, groups, self.pool.num_pages, slots, self.states, interval)
+
+    def _make_loop(self, limits: ModelLimits, defaults: SamplingParams, threads_to_start: int) -> None:
+        """What `step` goes through, from requests to tokens."""
+        config = self.config
         self.input_processor = InputProcessor(
-            limits, self.kv.longest, self.config.page_size, tokenizer, self.states is not None, defaults,
-            None if self.is_causal else self.config.step_tokens,
+            limits, self.kv.longest, config.page_size, self.tokenizer, self.states is not None, defaults,
+            None if self.is_causal else config.step_tokens,
         )  # fmt: skip
         width = self.runner.token_ids.chosen if self.pooler is None else self.pooler.body.width
         self.scheduler = Scheduler(
-            self.config, self.kv, score_rows(width) if self.is_causal else NO_SCORES, not self.is_causal, bool(limits.length_borders)
+            config, self.kv, score_rows(width) if self.is_causal else NO_SCORES, not self.is_causal, bool(limits.length_borders)
         )
-        every_step = torch.get_num_threads() if self.config.deterministic else None  # another number rounds otherwise
-        self.threads = ThreadChoice(self.config.threads or every_step, first) if device.type == "cpu" else None
-        self.overlaps = bool(self.config.overlap)
+        every_step = torch.get_num_threads() if config.deterministic else None  # another number rounds otherwise
+        self.threads = ThreadChoice(config.threads or every_step, threads_to_start) if self.device.type == "cpu" else None
+        self.overlaps = bool(config.overlap)
         self.sampler = Sampler(self.runner.ranks)
         self.output_processor = OutputProcessor(self.kv, self.scheduler, self.sampler)
         self.last_scheduled: Sequence[Request] = ()
