@@ -72,7 +72,10 @@ def check_rows_apart(graph: fx.Graph, form: CallForm, values: Values, longest: i
             try:
                 moved = run.moved_end()
                 if moved is not None:
-                    raise run.refusal(moved)
+                    refusal = run.refusal(moved)
+                    if refusal.module or not position or _Run(graph, form, plain, tokens, 0).moved_end() is not None:
+                        raise refusal
+                    logger.info("a token at position %d moves others in the model's own forward: the self-check says by how much", position)
             except (torch.OutOfMemoryError, UnsupportedError):
                 raise
             except MODEL_ERRORS as error:

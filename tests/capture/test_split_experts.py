@@ -94,7 +94,7 @@ def test_an_op_that_mixes_tokens_is_refused() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(96, 64), example.Layer(into=False), Mixing(), nn.Linear(64, 96)).eval()
-    with pytest.raises(UnsupportedError, match="self-check"):
+    with pytest.raises(UnsupportedError, match="layer at 2: a module that mixes tokens in a way of its own"):
         captured(model)
 
 

@@ -54,7 +54,8 @@ MIXING: dict[str, Place] = {
 
 @pytest.mark.parametrize("name", MIXING)
 def test_what_mixes_tokens_that_far_apart_is_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"beside the tokens of other requests than alone.*among \d+ tokens of other requests"):
+    words = r"beside the tokens of other requests than alone.*among \d+ tokens of other requests|the model's forward: pad mixes tokens"
+    with pytest.raises(UnsupportedError, match=words):
         LLM(Decoder(MIXING[name]).eval(), num_pages=40)
 
 
@@ -77,7 +78,7 @@ class CapsBySize(Decoder):
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(PenalisesRepeats, "beside the tokens of other requests"), (CapsBySize, "the trace holds for one length only")],
+    [(PenalisesRepeats, "the model's forward: seen mixes tokens"), (CapsBySize, "the trace holds for one length only")],
 )
 def test_so_is_what_follows_the_number_of_tokens(kind: type[nn.Module], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):

@@ -225,12 +225,11 @@ class Body(Closed):
         Raises:
             ApiError: 400 in the words of SamplingParams.
         """
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         given: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens(room), "min_tokens": self.min_tokens, "temperature": self.temperature,
             "top_p": self.top_p, "top_k": None if self.top_k is None else min(self.top_k, MAX_TOP_K), "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty, "frequency_penalty": self.frequency_penalty,
-            "presence_penalty": self.presence_penalty, "seed": self.seed, "stop": stops or None, "ignore_eos": self.ignore_eos,
+            "presence_penalty": self.presence_penalty, "seed": self.seed, "stop": self._stops(), "ignore_eos": self.ignore_eos,
             "stop_token_ids": self.stop_token_ids, "logprobs": self._logprobs(),
             "logit_bias": self._biases(), "allowed_token_ids": self.allowed_token_ids,
             "bad_words": None if self.bad_words is None else tuple(self.bad_words),
@@ -268,6 +267,9 @@ class Body(Closed):
         if bad := [token for token in biases if not (token.isascii() and token.isdigit() and len(token) <= MAX_DIGITS)]:
             raise ApiError(400, f"logit_bias: got {shown(bad[0])}; allowed: token ids, written as texts", param="logit_bias")
         return {int(token): bias for token, bias in biases.items()} or None
+
+    def _stops(self) -> tuple[str, ...] | None:
+        return ((self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())) or None
 
 
 def cut_of(most: int | None, engine: Engine, new: int, *, keeps_end: bool = True) -> Cut | None:
