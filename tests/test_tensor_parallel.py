@@ -144,6 +144,10 @@ def test_a_vocabulary_that_does_not_divide(seen: list[dict[str, Any]]) -> None:
     assert on_both(seen, "uneven vocabulary") == expected("llama", vocab_size=97)
 
 
+def test_ranks_with_unequal_shares_look_at_as_many_rows(seen: list[dict[str, Any]]) -> None:
+    assert on_both(seen, "unequal shares") == expected("llama")
+
+
 def test_styles_beyond_the_models_own_plans(seen: list[dict[str, Any]]) -> None:
     got = on_both(seen, "other styles")
     assert list(got.values()) == [expected("llama")] * len(got)

@@ -30,6 +30,7 @@ from paged_attn.engine.memory.grouped_kv import GroupedKVManager
 from paged_attn.graph_cache.entries import VARIABLE, Entries
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.parallel.shard import shard
+from paged_attn.passes.positions import rows_apart
 from tests.oracle import random_prompts
 from tests.tiny_models import build
 from tests.versions import NEWEST
@@ -230,6 +231,12 @@ def uneven_vocabulary() -> list[list[int]]:
     return tokens_of(sharded("llama", vocab_size=97), compile=False)
 
 
+def unequal_shares() -> list[list[int]]:
+    """Rank 1 has half as many weights, so that it would look at more tokens at once."""
+    with mock.patch.dict(rows_apart.WORK, cpu=(1 << 22) * (1 + RANK)):
+        return tokens_of(sharded("llama"))
+
+
 def other_styles() -> dict[str, Any]:
     """Styles that no tiny model's own plan has."""
     result = {}
@@ -372,6 +379,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "equal logits": equal_logits,
     "tied": tied,
     "uneven vocabulary": uneven_vocabulary,
+    "unequal shares": unequal_shares,
     "other styles": other_styles,
     "biases": biases,
     "read in shards": read_in_shards,

@@ -66,7 +66,7 @@ def check_rows_apart(graph: fx.Graph, form: CallForm, values: Values, longest: i
     plain = {node: dict.__getitem__(values, node) for node in graph.nodes if node.op == "placeholder"}  # their numbers prove nothing here
     seen: list[int] = []
     looked_at = 0
-    for tokens in _lengths(form, plain, longest):
+    for tokens in _lengths(graph, form, plain, longest):
         for position in ((longest or 4 * tokens) - 1, 0) if tokens > FEWEST or not seen else ():
             run = _Run(graph, form, plain, tokens, position)
             try:
@@ -91,13 +91,16 @@ def check_rows_apart(graph: fx.Graph, form: CallForm, values: Values, longest: i
     )
 
 
-def _lengths(form: CallForm, values: Values, longest: int | None) -> list[int]:
+def _lengths(graph: fx.Graph, form: CallForm, values: Values, longest: int | None) -> list[int]:
     """Numbers of tokens: as many as weigh little, since a part may join some that are far apart; fewer, which a capacity shows; and very
-    few, for models without positions for more. Each is no other size of the model."""
+    few, for models without positions for more. Each is no other size of the model; but ranks that add up rows need as many each, whatever
+    the sizes of their shares are."""
+    known = [limit for limit in (form.max_tokens, longest and longest - 2) if limit]
+    if any("_c10d_functional" in str(node.target) for node in graph.nodes):
+        return [count for count in dict.fromkeys(min([count, *known]) for count in (TOKENS, FEWEST)) if count > 2]
     tensors = [value for value in values.values() if isinstance(value, Tensor)]
     work = WORK["cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"]
     most = min(MOST_TOKENS, work // max(1, sum(tensor.numel() for tensor in tensors)))
-    known = [limit for limit in (form.max_tokens, longest and longest - 2) if limit]
     sizes = {size for tensor in tensors for size in tensor.shape}
     wanted = [min([count, *known]) for count in (max(TOKENS, most), TOKENS, FEWEST)]
     found = [next((count for count in range(most, FEWEST, -1) if count not in sizes), most) for most in wanted]
@@ -180,7 +183,15 @@ class _Run:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), given.__getitem__)
             with torch.random.fork_rng(devices=[]):
                 results.append(call(node, args, kwargs))
+        if node.target is EXPERTS:
+            results[1] = self._rounded_alike(results, [known[source] for source in node.args[:3]])
         known[node] = _Values(*results)
+
+    def _rounded_alike(self, results: list[Tensor], operands: list[_Values]) -> Tensor:
+        """A token whose own operands are the same has the same experts' sum, which may be rounded otherwise in other company: it would turn
+        ties in the routers behind it."""
+        same = torch.stack([(one == other).flatten(1).all(1) for one, other in operands]).all(0)
+        return torch.where(same[:, None], *results)
 
     def _placeholder(self, node: fx.Node, generator: torch.Generator) -> _Values:
         role, value = self.form.roles.get(node, ""), self.values[node]

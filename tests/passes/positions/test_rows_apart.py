@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.ops import experts as experts_op
+from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.passes.positions.rows_apart import MixesRows
 from tests.passes.graphs import Toy, assert_ragged_equals_alone, rewrite_of
 
@@ -89,6 +92,25 @@ def test_rows_that_mix_behind_the_last_attention_are_refused() -> None:
 
     with pytest.raises(MixesRows, match="the model's forward: cumsum"):
         rewrite_of(Late(Changed(lambda q, pos: q)))
+
+
+def through_experts(q: Tensor, pos: Tensor) -> Tensor:
+    """Behind them stands what tells the last bit, as routers with ties do."""
+    rows = q[0].transpose(0, 1).flatten(1)
+    weights = torch.linspace(-1, 1, 4 * 32 * 32).view(4, 32, 32)
+    chosen = (rows[:, :2] > 0).long() + torch.tensor([0, 2])
+    added = experts_op.EXPERTS(rows, chosen, rows[:, 2:4], weights, weights, None, None, *Gating("silu", False).arguments, experts_op.ONE_BY_ONE)
+    return q + torch.sin(added * 1e6).view(-1, 4, 8).transpose(0, 1)
+
+
+def test_experts_that_round_otherwise_in_other_company_mix_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = experts_op.experts_one_by_one
+
+    def rounded(x: Tensor, ids: Tensor, *others: Any) -> Tensor:
+        return exact(x, ids, *others) * (1 + 1e-6 * float(ids.sum() % 7))
+
+    monkeypatch.setattr(experts_op, "experts_one_by_one", rounded)
+    rewrite_of(Toy(Changed(through_experts)))
 
 
 def by_the_length(q: Tensor, pos: Tensor) -> Tensor:
