@@ -232,8 +232,8 @@ def uneven_vocabulary() -> list[list[int]]:
 
 
 def unequal_shares() -> list[list[int]]:
-    """Rank 1 has half as many weights, so that it would look at more tokens at once."""
-    with mock.patch.dict(rows_apart.WORK, cpu=(1 << 22) * (1 + RANK)):
+    """Rank 1 might look at more tokens at once, as if it had fewer weights."""
+    with mock.patch.object(rows_apart, "MOST_TOKENS", 100 + 50 * RANK):
         return tokens_of(sharded("llama"))
 
 

@@ -99,7 +99,9 @@ def through_experts(q: Tensor, pos: Tensor) -> Tensor:
     rows = q[0].transpose(0, 1).flatten(1)
     weights = torch.linspace(-1, 1, 4 * 32 * 32).view(4, 32, 32)
     chosen = (rows[:, :2] > 0).long() + torch.tensor([0, 2])
-    added = experts_op.EXPERTS(rows, chosen, rows[:, 2:4], weights, weights, None, None, *Gating("silu", False).arguments, experts_op.ONE_BY_ONE)
+    added = experts_op.EXPERTS(
+        rows, chosen, rows[:, 2:4], weights, weights, None, None, *Gating("silu", False).arguments, experts_op.ONE_BY_ONE
+    )
     return q + torch.sin(added * 1e6).view(-1, 4, 8).transpose(0, 1)
 
 
