@@ -71,6 +71,8 @@ def check_rows_apart(graph: fx.Graph, form: CallForm, values: Values, longest: i
             run = _Run(graph, form, plain, tokens, position)
             try:
                 moved = run.moved_end()
+                if moved is not None:  # or is that rounding, which adds up from layer to layer, and turned ties of a router?
+                    moved = run.moved_end(steady=True)
                 if moved is not None:
                     refusal = run.refusal(moved)
                     if refusal.module or not position or _Run(graph, form, plain, tokens, 0).moved_end() is not None:
@@ -123,9 +125,13 @@ class _Run:
         for node, user in last.items():
             self.dropped.setdefault(user, []).append(node)
 
-    def moved_end(self) -> fx.Node | None:
-        """The first value that an op is given, or that is returned, in which another row moved."""
-        for node, known in self._nodes(keep=False):
+    def moved_end(self, steady: bool = False) -> fx.Node | None:
+        """The first value that an op is given, or that is returned, in which another row moved.
+
+        Args:
+            steady: rows that are others by less than counts go on as they were.
+        """
+        for node, known in self._nodes(keep=False, steady=steady):
             if node.op != "output" and node.target not in _GIVEN:
                 continue
             for source in read_inputs(node):
@@ -151,7 +157,7 @@ class _Run:
             "largest position of a call). In a ragged batch those are other requests'.",
         )
 
-    def _nodes(self, keep: bool) -> Iterator[tuple[fx.Node, dict[fx.Node, _Values]]]:
+    def _nodes(self, keep: bool, steady: bool = False) -> Iterator[tuple[fx.Node, dict[fx.Node, _Values]]]:
         generator = torch.Generator().manual_seed(29)
         known: dict[fx.Node, _Values] = {}
         with torch.no_grad():
@@ -162,6 +168,8 @@ class _Run:
                     known[node] = _Values(attribute_of(node), attribute_of(node))
                 elif node.op != "output":
                     self._compute(node, known, generator)
+                    if steady and not self._moves(node, known[node]):
+                        known[node] = self._steady(node, known[node])
                 yield node, known
                 for other in self.dropped.get(node, ()) if not keep else ():
                     del known[other]
@@ -183,15 +191,7 @@ class _Run:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), given.__getitem__)
             with torch.random.fork_rng(devices=[]):
                 results.append(call(node, args, kwargs))
-        if node.target is EXPERTS:
-            results[1] = self._rounded_alike(results, [known[source] for source in node.args[:3]])
         known[node] = _Values(*results)
-
-    def _rounded_alike(self, results: list[Tensor], operands: list[_Values]) -> Tensor:
-        """A token whose own operands are the same has the same experts' sum, which may be rounded otherwise in other company: it would turn
-        ties in the routers behind it."""
-        same = torch.stack([(one == other).flatten(1).all(1) for one, other in operands]).all(0)
-        return torch.where(same[:, None], *results)
 
     def _placeholder(self, node: fx.Node, generator: torch.Generator) -> _Values:
         role, value = self.form.roles.get(node, ""), self.values[node]
@@ -236,15 +236,24 @@ class _Run:
         both.kept.copy_(rows)
         both.changed.copy_(torch.where(self.changes.view([-1 if at == axis else 1 for at in range(rows.dim())]), others, rows))
 
+    def _axis(self, node: fx.Node, value: Tensor) -> int | None:
+        axis = token_axis(node, self.form) if "example_value" in node.meta else None
+        if axis is None or value.shape[axis] != self.tokens:
+            return next((at for at, size in enumerate(value.shape) if size == self.tokens), None)
+        return axis
+
+    def _steady(self, node: fx.Node, both: _Values) -> _Values:
+        one, other = both
+        if not isinstance(one, Tensor) or torch.equal(one, other) or (axis := self._axis(node, one)) is None:
+            return both
+        changes = self.changes.to(one.device).view([-1 if at == axis else 1 for at in range(one.dim())])
+        return _Values(one, torch.where(changes, other, one))
+
     def _moves(self, node: fx.Node, both: _Values) -> bool:
         one, other = both
         if not isinstance(one, Tensor):
             return not isinstance(one, (tuple, list, type(None))) and bool(one != other)
-        axis = token_axis(node, self.form) if "example_value" in node.meta else None
-        if axis is None or one.shape[axis] != self.tokens:
-            sizes = [at for at, size in enumerate(one.shape) if size == self.tokens]
-            axis = sizes[0] if sizes else None
-        if axis is not None:
+        if (axis := self._axis(node, one)) is not None:
             rest = (~self.changes).nonzero().flatten().to(one.device)
             one, other = one.index_select(axis, rest), other.index_select(axis, rest)
         if one.shape != other.shape:
