@@ -13,6 +13,7 @@ from torch import Tensor
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.fx.mask_literals import HIDES
 from paged_attn.passes.prove.mask_probe import MaskProbe
+from paged_attn.passes.prove.mask_proof import MOST_BIAS_ELEMENTS
 from paged_attn.passes.prove.score_subgraph import Recomputable, zeros_for
 
 LENGTHS = (61, 333, 609)
@@ -36,6 +37,8 @@ def is_causal_whatever_else(probe: MaskProbe) -> bool:
     wanted = {*LENGTHS, max(LENGTHS[-1], probe.stored_length)}  # numbers in a tensor may begin to matter anywhere in it
     lengths = sorted({min(length, probe.table_length or length, probe.form.max_tokens or length) for length in wanted})
     try:
+        if len(_rows_of(probe, lengths[0], None)) * lengths[-1] ** 2 > MOST_BIAS_ELEMENTS:
+            return False
         return all(_is_causal([_rows_of(probe, length, scale) for length in lengths]) for scale in (None, *probe.scales))
     except UnsupportedError:
         return False

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.recompute import RecomputeSpec
-from tests.passes.graphs import assert_ragged_equals_alone, masked, rewrite_of
+from tests.passes.graphs import Toy, assert_ragged_equals_alone, masked, rewrite_of
 from tests.passes.prove.test_mask_proof import Mask, arange, places, rows, tril, window
 
 
@@ -125,3 +126,16 @@ def test_the_two_heads_that_differ_are_both_drawn() -> None:
     assert "Head 0 (query = line, key = column):\n#....." in message and "and head 1:\n##...." in message
     first, second = ([line for line in part.splitlines() if line[:1] in "#." and line] for part in message.split("and head 1:"))
     assert first[5].startswith("...###.") and second[5].startswith("#######.")
+
+
+def test_a_long_table_of_many_heads_is_too_much_to_look_at() -> None:
+    """Every third key, under a bias of each head's own that a table of 2100 distances holds."""
+    table = torch.randn(40, 2100)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, pos: Tensor) -> Tensor:
+        apart = pos[0][:, None] - pos[0]
+        mask = torch.where((apart >= 0) & (apart % 3 == 0), table[:, apart.clamp(min=0)], -torch.inf)
+        return F.scaled_dot_product_attention(q, k, v, mask[None], enable_gqa=True)
+
+    with pytest.raises(UnsupportedError, match="no known family"):
+        rewrite_of(Toy(attend, heads=40))
