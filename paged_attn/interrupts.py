@@ -35,6 +35,8 @@ class HeldBack:
         if not self._lets_through:
             self._noted_at = None
             handler = signal.getsignal(signal.SIGINT)
+            if handler == self._note:  # who took it for a handler of the program's has put it back after our exit
+                handler = signal.default_int_handler
             if callable(handler):
                 self._handler = handler
                 signal.signal(signal.SIGINT, self._note)
@@ -45,9 +47,10 @@ class HeldBack:
             return
         self._lets_through.pop()
         if not self._lets_through and self._handler is not None:
-            handler, self._handler = self._handler, None
+            handler = self._handler
             if signal.getsignal(signal.SIGINT) == self._note:  # else somebody inside has set another
                 signal.signal(signal.SIGINT, handler)
+            self._handler = None
             if self._noted_at is not None:
                 handler(signal.SIGINT, None)
 
@@ -72,9 +75,10 @@ class HeldBack:
 
     def _note(self, _: int, frame: FrameType | None) -> None:
         now, before = time.monotonic(), self._noted_at
-        if self._lets_through[-1:] == [True] or (before is not None and now - before > PATIENCE):
+        if self._handler is None:
+            signal.default_int_handler(signal.SIGINT, frame)
+        elif self._lets_through[-1:] == [True] or (before is not None and now - before > PATIENCE):
             self._noted_at = None
-            assert self._handler is not None
             self._handler(signal.SIGINT, frame)
         elif before is None:
             self._noted_at = now

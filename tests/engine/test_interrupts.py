@@ -113,6 +113,19 @@ def test_a_second_interrupt_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert reached == [True]
 
 
+def test_a_handler_of_ours_that_somebody_puts_back_later_swallows_nothing() -> None:
+    with held_back:
+        theirs = signal.getsignal(signal.SIGINT)  # as a library notes it that sets its own
+    try:
+        signal.signal(signal.SIGINT, theirs)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), held_back:
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_other_handlers_and_other_threads_are_left_alone() -> None:
     told: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: told.append(number))
