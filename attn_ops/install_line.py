@@ -18,7 +18,7 @@ NAME = "paged-attn"
 def install_line(extra: str) -> str:
     """`pip install -e '/home/me/paged_attn[serve]'` in a checkout; else from the same folder, wheel or repository as this installation;
     where that is not known, or gone, what the extra consists of."""
-    root = Path(__file__).parent.parent.resolve().parent  # of the package `paged_attn`
+    root = Path(__file__).parent.parent.resolve().parent  # the folder that holds the package `paged_attn`
     if _is_checkout(root):
         return f"pip install -e '{root}[{extra}]'"
     try:

@@ -10,7 +10,7 @@ import torch
 import triton
 
 logger = logging.getLogger("paged_attn")
-GLUON_VERSIONS = ("3.6", "3.7")  # of Triton, for which the kernels for Hopper compile: Gluon is experimental and changes
+GLUON_VERSIONS = ("3.6", "3.7")  # Triton versions for which the Hopper kernels compile: Gluon is experimental and changes
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class HeldBack:
     never come there, nor where the program itself handles SIGINT otherwise than by a Python function."""
 
     def __init__(self) -> None:
-        self._lets_through: list[bool] = []  # of the contexts that were entered
+        self._lets_through: list[bool] = []  # one per entered context
         self._handler: Callable[[int, FrameType | None], object] | None = None  # whose place is taken
         self._noted_at: float | None = None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MULTIPLE = 4  # of the measured noise: two results are each off by about that much, and some rows by more
+MULTIPLE = 4  # times the measured noise: each of two results is off by about that much, and some rows by more
 OTHERWISE = 16  # times what is allowed: more than products of another shape do to a row, where later tokens may change none
 QUANTISED = 6e-2  # what a quantiser whose scale is that of the whole batch may do to a row
 # One rounding of a number of this type, relative to it. Of float32 and float64 more: kernels differ in how they compute exp and

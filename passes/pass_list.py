@@ -125,7 +125,7 @@ def _experts(graph: fx.Graph, facts: Facts) -> str:
     facts.result.merges += keep_stacked(graph, facts.values)
     layers = graph.find_nodes(op="call_function", target=EXPERTS)
     facts.result.experts = dict(Counter(str(node.args[-1]) for node in layers))
-    sizes = [(shape_of(node.args[3])[0], shape_of(node.args[1])[1]) for node in layers]  # of weights [experts, ..] and ids [T, chosen]
+    sizes = [(shape_of(node.args[3])[0], shape_of(node.args[1])[1]) for node in layers]  # weights [experts, ..], ids [T, chosen]
     facts.result.experts_per_choice = max((int(experts) // int(chosen) for experts, chosen in sizes), default=0)
     return f"{sum(facts.result.experts.values())} layers"
 

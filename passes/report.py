@@ -53,15 +53,15 @@ class Rewrite:
     nodes_before: int = 0
     nodes_after: int = 0
     positions_redirected: int = 0
-    counts: Counter[str] = field(default_factory=Counter)  # of passes that count what they did, by their names; see `GraphPass.did`
+    counts: Counter[str] = field(default_factory=Counter)  # by name, from passes that count what they did; see `GraphPass.did`
     merges: tuple[Merge, ...] = ()
     experts: dict[str, int] = field(default_factory=dict)  # layers of experts that are one op, by the backend that computes them
-    experts_per_choice: int = 0  # of a layer, for each that a token chooses; the most of all layers
+    experts_per_choice: int = 0  # experts of a layer per expert that a token chooses; the most of all layers
     max_positions: int | None = None  # as far as the graph shows; a longer sequence cannot run
     evaluated: tuple[int, ...] = ()  # the inputs on whose values the proofs rest
     baked: tuple[int, ...] = ()  # those of them, tensors of the model, that a spec was made of (a bias, a window, a scale)
     traced: dict[str, str] = field(default_factory=dict)  # nodes that stand for the same value in the traced graph, by their names in both
-    modules: dict[str, str] = field(default_factory=dict)  # of a graph from disk: the modules of nodes of the traced graph
+    modules: dict[str, str] = field(default_factory=dict)  # for a graph from disk: modules of the traced graph's nodes
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:

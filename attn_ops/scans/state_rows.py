@@ -124,7 +124,7 @@ class Extends:
         if (count, width) not in self._taps:
             lengths = np.array(self.lengths)
             owner, ends = np.arange(len(lengths)).repeat(lengths), np.add.accumulate(lengths)
-            first = len(lengths) * width + ends - lengths  # of each request's new tokens
+            first = len(lengths) * width + ends - lengths  # index of each request's first new token
             position = np.arange(ends[-1]) - (ends - lengths)[owner]
             taps = position[:, None] + np.arange(1 - count, 1)
             segments = self.segments

@@ -59,7 +59,7 @@ class ReferenceBackend(AttentionBackend):
             slots = [(pages[j // batch.page_size], j % batch.page_size) for j in range(length)]
             for i in range(length - batch.query_lens_host[request], length):
                 seen = [j for j in range(length) if _sees(spec, i, j)]
-                if not seen:  # of a part of its chunks; with any log-sum-exp but this a merge would count it
+                if not seen:  # in a part of dual chunk attention; any log-sum-exp but -inf would count in the merge
                     call.output[row] = 0.0
                     if call.lse_out is not None:
                         call.lse_out[row] = -math.inf

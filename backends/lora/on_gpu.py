@@ -18,12 +18,12 @@ from paged_attn.backends.machine import machine_of
 from paged_attn.backends.unit_stride import is_unit_last, unit_last
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PROGRAMS = 1024  # of the first kernel at least, so that few rows are read by enough of them
+PROGRAMS = 1024  # the first kernel has at least this many, so that enough programs read even for few rows
 FEW_ROWS = 128  # up to so many, each adapter has programs of its own
 NEVER = 2**31 - 1
-BLOCK_BYTES = 1 << 16  # of a block of factors in shared memory
-PRODUCTS = 1024  # of the first kernel that programs may share
-LONGEST_PRODUCT = 128  # of ranks of all adapters that a program of the third kernel takes at a time
+BLOCK_BYTES = 1 << 16  # a block of factors in shared memory
+PRODUCTS = 1024  # products of the first kernel that programs may share
+LONGEST_PRODUCT = 128  # summed ranks of all adapters that a program of the third kernel takes at a time
 _fast_shrink, _fast_expand, _fast_up = FastKernel(shrink_kernel), FastKernel(expand_kernel), FastKernel(up_kernel)
 
 

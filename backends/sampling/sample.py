@@ -17,7 +17,7 @@ from paged_attn.backends.sampling.sample_kernel import MOST_BITS, choose, draw, 
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 
 PART = 2048  # logits that a program looks at
-DIGITS = ((21, 11), (10, 11), (0, 10))  # of a key, from the first one on: its lowest bit, and how many it has
+DIGITS = ((21, 11), (10, 11), (0, 10))  # (lowest bit, number of bits) of each digit of a key, the highest first
 SUM_BITS = 62
 WARPS = 4
 _spread, _choose, _weigh, _draw = FastKernel(spread), FastKernel(choose), FastKernel(weigh), FastKernel(draw)
@@ -76,7 +76,7 @@ class Sampling:
         of, first = self.of, self.of.first_limited
         found, limits = self._ints(self.count, 3), Limits(self._ints(self.count), self._ints(self.count))
         sums = torch.zeros(self.count, 2**MOST_BITS.value, dtype=torch.int64, device=self.logits.device)
-        lowest = of.rows if of.lowest is None else of.lowest  # of these two one is read
+        lowest = of.rows if of.lowest is None else of.lowest  # only one of the two is read
         shares = of.temperature if of.left_out is None else of.left_out
         floor_keys = limits.keys if floors is None else floors.keys
         spread_inputs = (*self.common, floor_keys, found, sums, self.vocabulary, self.stride, first)

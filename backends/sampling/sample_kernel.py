@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 NO_KEY = tl.constexpr(-1)
-MOST_BITS = tl.constexpr(11)  # of a digit
+MOST_BITS = tl.constexpr(11)  # in one digit
 
 
 @triton.jit

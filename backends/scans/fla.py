@@ -19,7 +19,7 @@ from paged_attn.attn_ops.scans.state_rows import Extends, Wave
 from paged_attn.backends.needs import Needs, Requirement
 from paged_attn.backends.scans.base import Kernels, ScanProblem, ScansBackend, run_by_segments
 
-MOST = 256  # of a key
+MOST = 256  # widest key
 
 
 class FlaScans(ScansBackend):

@@ -18,7 +18,7 @@ from paged_attn.attn_ops.scans.state_rows import Extends, Wave
 from paged_attn.backends.needs import FLASHINFER, HALF, Needs
 from paged_attn.backends.scans.base import Kernels, ScanProblem, ScansBackend, run_by_segments
 
-SIZE = 128  # of keys and values
+SIZE = 128  # width of keys and values
 
 
 class FlashInferScans(ScansBackend):

@@ -11,7 +11,7 @@ import torch
 
 SAMPLE_MS = 4.0  # a sample is about that long: the gap between two graphs is a microsecond or two
 ROUNDS = (5, 400)  # fewest and most samples of a function
-MOST_PASSES = 100  # of a function in one sample
+MOST_PASSES = 100  # calls of a function in one sample
 
 
 @dataclass

@@ -15,7 +15,7 @@ _HOOKS = (
     "pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass",
     "_pre_fusion_custom_pass", "_post_fusion_custom_pass", "custom_partitioner_fn",
 )  # fmt: skip
-_PACKAGE = Path(__file__).parents[2]  # of paged_attn, through whose links our folders are found in a checkout, too
+_PACKAGE = Path(__file__).parents[2]  # folder of paged_attn; in a checkout its links lead to the other folders
 
 
 def artifact_key(fingerprint: str) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from paged_attn.attn_ops.errors import CaptureError
 
 Replay = Callable[[], None]
-MOST_DRIVER_BYTES = 64 * 2**20  # of one recording
+MOST_DRIVER_BYTES = 64 * 2**20  # allowed growth outside PyTorch's allocator during one recording
 
 
 class Recorder(Protocol):

@@ -55,7 +55,7 @@ def _with_many_rows(method: Callable[..., Any]) -> Callable[..., Any]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(patch.object(environment, name, many))
             stack.enter_context(patch.object(sizevars, name, many))
-            if hasattr(sizevars, "_optimization_hint_cache"):  # of torch 2.15, which remembers answers
+            if hasattr(sizevars, "_optimization_hint_cache"):  # torch 2.15 caches answers
                 stack.enter_context(patch.object(sizevars, "_optimization_hint_cache", sizevars._optimization_hint_uncached))
             return method(sizevars, *args, **kwargs)
 

@@ -56,11 +56,11 @@ class EngineThread:
         self._cancels: deque[Job] = deque()
         self._questions: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any]]] = deque()
         self._everything: ServingError | None = None  # cancel all that there is, for this reason
-        self._taken: list[Job] = []  # of this turn: whoever may not be the engine's yet
+        self._taken: list[Job] = []  # jobs taken in this turn that may not have reached the engine yet
         self._asked: list[tuple[Callable[[Engine], Any], asyncio.Future[Any]]] = []
         self._stopping = False
         self._failed_steps = FailedSteps()
-        self._owners: dict[str, tuple[Job, int]] = {}  # of the engine's requests, by id
+        self._owners: dict[str, tuple[Job, int]] = {}  # by id of the engine's request
         self._started: dict[str, float] = {}  # those with a first token, and when their last one came
         self._waiting = WaitingJobs(lambda request: self.engine is not None and self.engine.scheduler.waiting.is_new(request))
         self._thread = threading.Thread(target=self._run, name="paged-attn-engine", daemon=True)
@@ -281,7 +281,7 @@ class EngineThread:
         now = time.perf_counter()
         if engine.stats.steps > steps:  # else it only waited for the one before
             self._observer.step(now - started)
-        gaps = Counter[float]()  # of most tokens of a step it is the same
+        gaps = Counter[float]()  # most tokens of a step have the same gap, so they are counted together
         self._send(update for event in events if (update := self._update_of(event, now, gaps)) is not None)
         for gap, count in gaps.items():
             self._observer.later_tokens(gap, count)

@@ -19,7 +19,7 @@ from paged_attn.truncation import Cut, ids_of_text
 T = TypeVar("T")
 THREADS, LONG_THREADS = 2, 1
 SHORT = 64 << 10  # characters of all prompts of a request: some 20 ms
-LIKELY_CHARACTERS = 8  # of a token; text is seldom made of longer ones
+LIKELY_CHARACTERS = 8  # in one token; longer tokens are rare in text
 SLACK = 16  # tokens that a cut in the middle of a word may add
 
 
@@ -162,7 +162,7 @@ class Texts:
     def _prompt(self, own: Any, given: str | Sequence[int], add_special_tokens: bool, param: str, cut: Cut | None) -> Prompt:
         if not isinstance(given, str):
             given = given if cut is None else cut.ids(given)
-            if len(given) > 2 * self.room:  # of one that is a little longer the engine says by how much
+            if len(given) > 2 * self.room:  # if it is only a little too long, the engine says by how much
                 raise self._too_long(len(given), param)
             return Prompt(given)
         if own is None:

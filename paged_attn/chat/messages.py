@@ -12,9 +12,9 @@ from paged_attn.chat.parts import ChatMessage
 from paged_attn.shown import shown
 
 MAX_NAME = 256  # characters: of a role, a name, an id
-MAX_PARTS = 4096  # of one message's content
-MAX_CALLS = 128  # of one message
-MAX_ARGUMENT_VALUES = 1 << 16  # of all calls together, before any of them is built
+MAX_PARTS = 4096  # in one message's content
+MAX_CALLS = 128  # in one message
+MAX_ARGUMENT_VALUES = 1 << 16  # of all calls together, checked before any of them is built
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _WRITES_ROLES = re.compile(r"""(?:\[['"]role['"]\]|\.role\b)(?!\s*(?:==|!=|in\b|not\b|is\b))""")
 FIELDS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")

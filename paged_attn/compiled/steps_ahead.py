@@ -39,9 +39,9 @@ PROMPTS = tuple(((0, new),) for new in (600, 4096))
 MIXED = tuple(decoded + prompt for decoded, prompt in itertools.product(DECODED, PROMPTS))
 SHORT = (*(((0, new),) for new in (2, 4, 8, 16, 32, 64)), ((50, 9),))
 STEPS = (*DECODED, *PROMPTS, *MIXED, *SHORT)
-MOST = 21  # requests in one of them
-PAGES = 2  # of the pool, whatever ids the requests' pages have
-SOME = 7  # tokens, where any number of them does
+MOST = 21  # requests in any of these steps
+PAGES = 2  # size of the pool, whatever page ids the requests have
+SOME = 7  # tokens, where the number does not matter
 ATTENTION = (UNIFIED_ATTENTION, DUAL_CHUNK_ATTENTION, LATENT_ATTENTION)
 SCANS = (SHORT_CONV, GATED_DELTA_RULE, KDA, MAMBA2_SCAN, MAMBA1_SCAN)
 

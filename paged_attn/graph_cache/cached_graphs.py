@@ -30,7 +30,7 @@ from paged_attn.stopwatch import part
 logger = logging.getLogger("paged_attn")
 # An op that nobody has registered in this process, for one; or whatever somebody else has made of a file.
 _UNUSABLE = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
-MOST_EVALUATED_BYTES = 256 << 20  # of the tensors on whose values the proofs rest
+MOST_EVALUATED_BYTES = 256 << 20  # in all tensors whose values the proofs depend on
 
 
 class CachedGraphs:

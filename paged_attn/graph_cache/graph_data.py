@@ -20,7 +20,7 @@ from paged_attn.hashing.stable_hasher import Indescribable, tensor_bytes
 from paged_attn.passes.fx.graph_tools import TRACED_DTYPE, dtype_of
 from paged_attn.shown import shown
 
-MOST_BUFFER_BYTES = 16 << 20  # of tables that passes made (biases); weights are inputs of a graph
+MOST_BUFFER_BYTES = 16 << 20  # for tables that passes created (biases); weights are inputs of a graph
 _OURS = frozenset(kind.op for kind in KINDS if kind.on_disk)
 # Torch 2.11 traces comparisons of two tensors as these methods, later ones as functions. As those they are written down.
 _COMPARISONS = {f"__{each.__name__}__": each for each in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)}

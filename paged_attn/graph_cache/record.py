@@ -29,8 +29,8 @@ from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.replace.operand_layout import Operand
 from paged_attn.passes.report import LayerReport, Rewrite
 
-PROBE_TOKENS = 3  # of the token ids that stand for those of the traced call
-_NUMBERS = ("nodes_before", "nodes_after", "positions_redirected", "max_positions", "experts_per_choice")  # of `Rewrite`, as they are
+PROBE_TOKENS = 3  # token ids that stand for those of the traced call
+_NUMBERS = ("nodes_before", "nodes_after", "positions_redirected", "max_positions", "experts_per_choice")  # fields of `Rewrite`
 
 
 def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors) -> Data:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paged_attn.hashing.stable_hasher import Indescribable
 
-Path = list[str]  # of the module, and the attribute
+Path = list[str]  # path of the module, then the attribute
 
 
 class OwnedTensors:

@@ -43,7 +43,7 @@ _PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {  # what says all of a w
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
 # What transformers notes by the way: a number that is another in each process, and answers that it found when it was asked.
 _NOTES = ("_original_object_hash", "_can_set_attn_implementation_cached_value", "_can_set_experts_implementation_cached_value")
-MOST_BYTES = 1 << 20  # of a tensor whose values count
+MOST_BYTES = 1 << 20  # the largest tensor whose values are hashed
 _MOST_VALUES = 500_000
 
 
@@ -146,7 +146,7 @@ class StableHasher:
         name = f"class {value.__module__}.{value.__qualname__}"
         if _versioned_class(value) or self._is_of_another_file(value):
             return name
-        outer, self.strict = self.strict, False  # of a class that is not the model's own, few things are read
+        outer, self.strict = self.strict, False  # a class from outside the model: only a few things are read
         try:
             bases = ", ".join(map(self.text, value.__bases__))
             return f"{name}({bases}) {self._named(class_items(value))}"

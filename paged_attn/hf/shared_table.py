@@ -46,7 +46,7 @@ class SharedTable:
         self._writable = (0, 0)  # tokens whose pages exist and have no other holder
         self._unshared = False  # several pages were written in one go, in which rows may be alike
         self._on_device: Tensor | None = None
-        self._indices: dict[tuple[str, int, int], Any] = {}  # of this step, for all layers
+        self._indices: dict[tuple[str, int, int], Any] = {}  # for the current step, shared by all layers
 
     def __del__(self) -> None:
         self.pages.drop_later(self._table)

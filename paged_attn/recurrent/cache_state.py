@@ -17,7 +17,7 @@ Step = tuple[str, Any]
 Path = tuple[Step, ...]
 Tree = dict[Step, Any]
 Snapshot = dict[Path, tuple[Any, int]]
-Column = tuple[int, int]  # of a tensor: a dimension, and an index in it
+Column = tuple[int, int]  # one slice of a tensor: (dimension, index)
 _LENGTH: Step = ("length", None)
 
 

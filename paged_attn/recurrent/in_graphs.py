@@ -27,7 +27,7 @@ from paged_attn.recurrent.verify import Result, ages, allowed_error, difference,
 
 logger = logging.getLogger("paged_attn")
 AGES = ((1, 4, 7), (8, 2, 5))  # tokens that the requests of a step have behind them, in two steps of a graph
-SLOTS = (4, 0, 1, 2)  # of a step's rows; 0 is nobody's
+SLOTS = (4, 0, 1, 2)  # slot of each row in the step; slot 0 belongs to no request
 REAL = tuple(row for row, slot in enumerate(SLOTS) if slot)
 aten = torch.ops.aten
 _VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -64,7 +64,7 @@ def _why_not(layer: RecurrentLayer) -> str:
             return str(reason)
         except torch.OutOfMemoryError:
             raise
-        except MODEL_ERRORS as failure:  # of the model's own code
+        except MODEL_ERRORS as failure:  # raised by the model's own code
             return f"beside padding it raises {type(failure).__name__}: {failure}"
         told.append(launches)
         error, allowed = difference(expected, got), allowed_error(expected, layer.own_error)

@@ -63,7 +63,7 @@ def _batching(layer: RecurrentLayer, inputs: Sequence[Tensor], along: list[Resul
                 got = form.step(rows, [state.clone() for state in states])
         except torch.OutOfMemoryError:
             raise
-        except MODEL_ERRORS as failure:  # of the model's own code
+        except MODEL_ERRORS as failure:  # raised by the model's own code
             logger.debug("%s steps no batch (%s): %s", layer.spec.module, "mapped" if mapped else "as it is", failure)
             continue
         if difference(expected, got) <= allowed_error(expected, layer.own_error):

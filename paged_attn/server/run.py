@@ -42,7 +42,7 @@ def listen(settings: ServerSettings) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # of Linux: also for what is in its own buffers when we have closed a connection
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux only: also covers data in the kernel's buffers after we close a connection
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(settings.write_seconds * 1000))
         listener.bind((settings.host, settings.port))
         listener.listen(BACKLOG)

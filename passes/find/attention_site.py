@@ -122,7 +122,7 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = next((entry[0] for entry in reversed(list(stack.values()))), "")
     path = re.sub(r"^(L\['args'\]\[0\]|L\['\w+'\])\.?", "", path)  # `args[0]`: of a decorator around the model's forward
-    path = re.sub(r"\.?__dict__\['_modules'\]\['([^']+)'\]", r".\1", path)  # of a module with a __getattr__ of its own
+    path = re.sub(r"\.?__dict__\['_modules'\]\['([^']+)'\]", r".\1", path)  # the module has its own __getattr__
     path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
     path = re.sub(r"^_modules\['([^']+)'\]", r"\1", path)
     return re.sub(r"\[(\d+)\]", r".\1", path).strip(".")

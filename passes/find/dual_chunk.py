@@ -28,7 +28,7 @@ from paged_attn.passes.fx.graph_tools import (
 )
 
 QUERIES = 3
-_MAX_DEPTH = 12  # of what makes equal keys: transposes and repetitions of heads
+_MAX_DEPTH = 12  # steps from one key to an equal one: transposes and repetitions of heads
 
 
 def find_dual_chunk(softmaxes: Sequence[fx.Node], form: CallForm) -> tuple[list[AttentionSite], set[fx.Node]]:
@@ -120,7 +120,7 @@ def _weighted(products: Sequence[Product], form: CallForm) -> list[Product]:
 def _way_out(products: Sequence[fx.Node], like: fx.Node, form: CallForm) -> fx.Node | None:
     """The first node of the shape of `like` that all three are needed for, and through which alone they reach the rest of the graph."""
     made_of: dict[fx.Node, set[fx.Node]] = {product: {product} for product in products}
-    last = max(user for product in products for user in product.users)  # of the uses so far
+    last = max(user for product in products for user in product.users)  # the last use so far
     node: fx.Node
     for node in like.graph.nodes:
         sources = set[fx.Node]().union(*(made_of.get(each, ()) for each in node.all_input_nodes))

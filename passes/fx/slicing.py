@@ -13,7 +13,7 @@ from paged_attn.passes.fx.graph_tools import Writers, call, writers_of
 from paged_attn.passes.fx.token_data import read_inputs
 
 MAX_NODES = 4000
-OPERATION = {torch.float32: 1e-4, torch.float64: 1e-6}  # of the largest number: both sides may compute in the graph's own type
+OPERATION = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest value: both sides may compute in the graph's own dtype
 OPERATION_16_BIT = 3e-2
 
 

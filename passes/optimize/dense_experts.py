@@ -35,11 +35,11 @@ from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import ancestors, evaluate_all, operation_limit
 
 logger = logging.getLogger("paged_attn")
-MOST_NODES = 80  # of a region
+MOST_NODES = 80  # in a region
 _LINEARS = (F.linear, LINEAR)
 _BATCHED = ("bmm", "matmul")
 ROWS = (23, 8)
-SPREADS = (1.0, 8.0, 0.02)  # of logits; the last leaves ties in 16 bits
+SPREADS = (1.0, 8.0, 0.02)  # spreads of the logits; the last leaves ties in 16 bits
 INNER = 8  # between an expert's products, in place of the model's: what a region does there, it does to each number
 ChooseExperts = Callable[[ExpertsSpec, Tensor], str]  # the name of a backend for a layer, and for weights like these
 

@@ -38,9 +38,9 @@ from paged_attn.passes.fx.slicing import evaluate_all
 from paged_attn.passes.fx.token_data import read_inputs
 
 logger = logging.getLogger("paged_attn")
-MOST_NODES = 80  # of a region
-ROWS = (23, 8)  # of a probe
-SPREADS = (1.0, 8.0, 0.02)  # of its logits; the last leaves ties in 16 bits
+MOST_NODES = 80  # in a region
+ROWS = (23, 8)  # in each probe
+SPREADS = (1.0, 8.0, 0.02)  # spreads of the probes' logits; the last leaves ties in 16 bits
 ROUNDINGS = 4  # that a weight may be off by, of the type that it is in
 _PRODUCTS = (F.linear, LINEAR)
 

@@ -19,7 +19,7 @@ from paged_attn.passes.fx.graph_tools import behind_views, value_of
 from paged_attn.passes.optimize.linears.merge import Merge
 
 logger = logging.getLogger("paged_attn")
-WEIGHTS = slice(3, 7)  # of the op's arguments
+WEIGHTS = slice(3, 7)  # positions of the weights in the op's arguments
 
 
 def keep_stacked(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> tuple[Merge, ...]:

@@ -65,7 +65,7 @@ def _by_id(node: fx.Node, probe: RowProbe, positions: list[fx.Node], run: Tensor
         return None
     axis = token_axis(node, form)
     if axis is not None and isinstance(value, Tensor) and value.shape[axis] != len(run):
-        return None  # of some tokens only
+        return None  # it covers only some tokens
     return value if axis is None or not isinstance(value, Tensor) else value.movedim(axis, 0)[torch.argsort(run).to(value.device)]
 
 

@@ -16,7 +16,7 @@ from paged_attn.passes.fx.token_data import token_axis
 
 LENGTHS = ((13, 29), (4, 7))  # the second for models with fewer positions
 FARTHER = (1031, 131101)  # where a number made of the number of tokens, such as max(1, T / 4096), may have begun to matter
-MOST_NUMBERS = 1 << 23  # of a tensor that is made to see that
+MOST_NUMBERS = 1 << 23  # in the largest tensor created for these calls
 
 
 Results = dict[tuple[fx.Node, int], Any]  # values of nodes in calls of some length

@@ -29,7 +29,7 @@ logger = logging.getLogger("paged_attn")
 
 FEWEST, TOKENS, MOST_TOKENS = 7, 37, 601
 WORK = {"cpu": 1 << 31, "cuda": 1 << 43}  # products of two numbers in each of the two runs
-MOVED = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the largest number: where experts are added up, rows may round otherwise
+MOVED = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative to the largest value: where experts are added up, rows may round differently
 MOVED_16_BIT = 2e-2
 _COUNTED = (BATCH_POSITIONS, REQUEST_LENGTHS)
 _GIVEN = {kind.op for kind in KINDS} - {MODULE, *_COUNTED}  # results are taken to be a row's own: the op's own proof says so

@@ -24,7 +24,7 @@ from paged_attn.passes.prove.score_subgraph import Recomputable, score_path
 from paged_attn.passes.prove.subgraph_probe import SubgraphProbe
 
 MATCH_LENGTHS, CHECK_LENGTHS = (64, 67), (41, 83)  # at the two scales; 3 chunks of the largest number that is not scaled fit
-DIRECT_LENGTH, DIRECT_LIMIT, MOST_ELEMENTS = 130, 2304, 1 << 22  # of the unscaled check: shows 3 chunks where scores of so many tokens fit
+DIRECT_LENGTH, DIRECT_LIMIT, MOST_ELEMENTS = 130, 2304, 1 << 22  # unscaled check: shows 3 chunks if scores of so many tokens fit
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import ancestors, evaluate, operation_limit
 from paged_attn.passes.prove.attention import AttentionProof
 
-TOKENS = 5  # of the probes
+TOKENS = 5  # in each probe
 DIGIT = 128  # distinct numbers are given one digit at a time, since integers up to this are exact in every floating type
 
 

@@ -60,7 +60,7 @@ def match_family(mask: BoolMatrix) -> MaskFamily | None:
     longest_view = int((index - first).max()) + 1
     own_start = np.flatnonzero((first == index) & (index > 0))
     window = longest_view if longest_view < length else None
-    ahead = int((length - mask[:, ::-1].argmax(axis=1) - index).max())  # of the last seen key, and one more
+    ahead = int((length - mask[:, ::-1].argmax(axis=1) - index).max())  # distance to the last visible key, plus one
     chunk = int(own_start[0]) if len(own_start) else None
     for family in (
         MaskFamily(True),

@@ -57,10 +57,10 @@ class MaskProbe(SubgraphProbe):
         self.table_ends: list[int] = []  # with LIMITS: the longest probes for which the tables suffice
         # Heads only differ by what is added to them: one head of zeros broadcasts, and a probe of many tokens costs that much less.
         self.one_head = products is not None
-        self.first_column = 0  # of the keys among the softmax's columns: 1 after a sink
+        self.first_column = 0  # first key column of the softmax: 1 after a sink
         # A mask that is read from a stored table (or multiplies weights) shows itself only over that table's length.
         owned = [v for node, v in self.owned.items() if not _is_weight(node)]
-        self.stored_length = min(max((size for v in owned for size in v.shape), default=0), 4096)  # of a tensor that may be a table
+        self.stored_length = min(max((size for v in owned for size in v.shape), default=0), 4096)  # longest possible table
         tables = [v.shape[-1] for v in owned if v.dim() >= 2 and v.shape[-1] == v.shape[-2] > 1]
         self.table_length = min(max(tables, default=0), 4096)
         if 0 < self.table_length < SMALLEST_TABLE:

@@ -21,7 +21,7 @@ FA2_BLOCKS_PER_SM = 2
 CASCADE_REQUESTS, CASCADE_TOKENS = 16, 1024
 MERGE_THREADS = 1024
 LATENT_TILE = 64  # rows of queries, and of a pair of programs twice as many, which latents get for more than 64 rows a request
-LATENT_ITEMS = 16384  # of one plan, which does not check
+LATENT_ITEMS = 16384  # most work items in one plan; FlashInfer does not check
 
 
 def uses_tensor_cores(kind: Kind) -> bool:

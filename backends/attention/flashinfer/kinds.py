@@ -14,8 +14,8 @@ from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall
 
 LN_2 = math.log(2.0)
-RANK, ROTATED = 512, 64  # of latents: the widths that the kernels are known to be right for
-MOST_ELEMENTS = 1 << 32  # of a pool: the kernels for latents count so far
+RANK, ROTATED = 512, 64  # the only latent widths for which the kernels are known to be correct
+MOST_ELEMENTS = 1 << 32  # in a pool: the latent kernels index in 32 bits
 VECTOR_BYTES = 16  # FlashInfer loads and stores that many at a time, and so does TMA
 
 

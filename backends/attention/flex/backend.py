@@ -27,7 +27,7 @@ from paged_attn.backends.attention.flex.mods import Formula, attend, compiled
 from paged_attn.backends.attention.flex.step import Keys, Tiles
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-MOST_ELEMENTS = 1 << 31  # of the gathered keys or values: the kernels' offsets have 32 bits
+MOST_ELEMENTS = 1 << 31  # in the gathered keys or values: the kernels' offsets have 32 bits
 MaskKey = tuple[bool, int | None, int | None]
 
 

@@ -102,7 +102,7 @@ def _visible(query: Tensor, length: int, start: int, end: int) -> Tensor:
     return torch.arange(start, end, device=query.device) <= new[:, None]
 
 
-MOST_FILLED = 0.25  # of the tokens of the longest prompt, that a shorter one beside it may be filled up with
+MOST_FILLED = 0.25  # most padding of a prompt, as a share of the longest prompt beside it
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class PagedExpansion:
         expand_into(self.pool, call, latents, self.slots)
         query, neighbours = call.query[self.rows], isinstance(self.rows, slice)
         output = call.output[self.rows] if neighbours else call.output.new_empty((*query.shape[:2], call.spec.value_dim))
-        no_value = query[..., : call.spec.value_dim]  # of the right shape: keys and values are in the pool
+        no_value = query[..., : call.spec.value_dim]  # placeholder of the right shape: keys and values are in the pool
         backend.forward(self.plan, 0, self.pool.layers[0], query, query, no_value, output, save_kv_cache=False)
         if not neighbours:
             call.output[self.rows] = output

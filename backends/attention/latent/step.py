@@ -82,7 +82,7 @@ def attend_absorbed(backend: Backend, plan: Any, call: LatentCall, absorbed: Ten
     """Absorbed queries [T, heads, rank + rotated] attend to the pool's rows, into output [T, heads, value_dim]."""
     spec = call.spec
     sums = absorbed.new_empty((absorbed.shape[0], spec.num_q_heads, spec.rank))
-    no_key = absorbed[:, :1]  # of the right shape; the step's rows are in the pool
+    no_key = absorbed[:, :1]  # placeholder of the right shape; the step's rows are in the pool
     backend.forward(plan, call.layer_id, spec, absorbed, no_key, no_key[..., : spec.rank], sums, save_kv_cache=False)
     maps = spec.values.of(call.weight_v, spec.num_q_heads, spec.value_dim)  # [heads, value_dim, rank]
     with torch.no_grad():

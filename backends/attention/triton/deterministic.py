@@ -13,7 +13,7 @@ from paged_attn.backends.attention.triton.work_partition import PartitionKind, n
 from paged_attn.backends.machine import Machine
 
 LONGEST = 131_072  # tokens of a request, where the model has no limit
-SHARE = 0.03  # of a GPU's memory; KV takes four fifths of what weights and graphs leave
+SHARE = 0.03  # of the GPU's memory; KV takes four fifths of what weights and graphs leave
 LEAST_TOKENS = 256
 
 

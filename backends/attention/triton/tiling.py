@@ -34,7 +34,7 @@ from paged_attn.backends.machine import Machine, power_of_2
 
 RowsKind = Literal["one", "together", "more", "all"]
 TOGETHER = 16  # requests, from which on tiles have several
-HOPPER_BYTES = 224 << 10  # of shared memory, for tiles: 227 KiB less what converts layouts, and barriers
+HOPPER_BYTES = 224 << 10  # shared memory for tiles: 227 KiB minus layout conversions and barriers
 
 
 @dataclass(frozen=True)

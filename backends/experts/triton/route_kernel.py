@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # of finite numbers
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # lowest finite float32
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from paged_attn.backends.scans.triton.conv_kernel import conv_extend, conv_state
 from paged_attn.backends.unit_stride import unit_last
 
 BLOCK = 128  # channels of a program
-PROMPT_TOKENS, PROMPT_BLOCK = 8, 256  # of prompts; on an H100 the fastest of twelve, 1.6 times what reading and writing x takes
+PROMPT_TOKENS, PROMPT_BLOCK = 8, 256  # for prompts; the fastest of twelve on an H100, 1.6 times what reading and writing x takes
 
 
 class _Part(NamedTuple):

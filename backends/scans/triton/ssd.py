@@ -63,7 +63,7 @@ class Sizes(NamedTuple):
         if narrow is None:
             return cls(WIDE_CHUNK, _block(p_dim, 16, WIDE_COLUMNS), _block(n_dim, 16, COLUMNS), _block(n_dim, 16, WIDE_COLUMNS), 3)
         outputs_n = _block(n_dim, COLUMNS, WHOLE)
-        stages = 3 if outputs_n < WHOLE else 2 if n_dim <= WHOLE else 1  # of more, two parts at once would not fit
+        stages = 3 if outputs_n < WHOLE else 2 if n_dim <= WHOLE else 1  # with more stages two parts would not fit at once
         return cls(CHUNK, COLUMNS, COLUMNS, outputs_n, stages)
 
 

@@ -12,8 +12,8 @@ from paged_attn.attn_ops.scans.state_rows import StateRows
 from paged_attn.backends.compiling.compile_ahead import launch
 from paged_attn.backends.scans.triton.steps_kernel import gated_delta_kernel, mamba1_kernel, mamba2_kernel
 
-MOST = 256  # of a state's dimension that a program holds whole
-NUMBERS = 4096  # of a state, about, that a program holds
+MOST = 256  # largest state dimension that a program holds whole
+NUMBERS = 4096  # elements of a state per program, about
 
 
 def gated_delta(

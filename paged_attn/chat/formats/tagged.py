@@ -13,7 +13,7 @@ from paged_attn.chat.formats.hermes import CLOSING, OPENING
 from paged_attn.chat.formats.tool_format import Call, Taken, ToolFormat, as_text, space_end
 from paged_attn.chat.tools import Tool
 
-MAX_DEPTH = 8  # of schemas inside schemas
+MAX_DEPTH = 8  # nesting of schemas
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
 _NAME = re.compile(r"\s*([^<\s]+)\s*(?=<|\Z)")
 _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)

@@ -12,7 +12,7 @@ from paged_attn.chat.marks import overlap
 from paged_attn.chat.tools import Tool
 from paged_attn.shown import is_utf8
 
-MAX_CALLS_ENFORCED = 16  # of one answer
+MAX_CALLS_ENFORCED = 16  # in one answer
 SPACE = " \t\r\n"
 _DECODER = json.JSONDecoder(strict=False)  # models write line ends into strings
 _SPACE = re.compile(f"[{SPACE}]*")

@@ -17,7 +17,7 @@ from torch import Tensor
 from paged_attn.check.runs.choices import Choices
 
 MOST_AT_ONCE = 2
-MOST = 32  # of one token and one choice
+MOST = 32  # exchanges tried for one token and one choice
 
 
 class Exchange(NamedTuple):

@@ -20,7 +20,7 @@ from paged_attn.recurrent.run import runner_of
 
 MOST_RARE = 8
 NARROW = 8  # numbers a token; a wider table tells every id from the others
-USUAL = 0.9  # of the rows are equal, where the others are rare
+USUAL = 0.9  # share of equal rows that makes the others rare
 FEWEST = 32  # ids; smaller tables are drawn whole
 
 if TYPE_CHECKING:

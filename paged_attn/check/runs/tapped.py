@@ -187,7 +187,7 @@ def with_strides_of(value: Tensor, changed: Tensor) -> Tensor:
 
 def _repeats(value: Tensor) -> bool:
     """Whether two of its elements may be one in memory."""
-    reach = 0  # of the dims so far
+    reach = 0  # largest offset reached by the dims so far
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride <= reach:
             return True

@@ -28,7 +28,7 @@ from paged_attn.engine.config import EngineConfig
 
 CPU_KV_GIB = 0.25
 GPU_KV_SHARE = 0.8
-BESIDE_PAGES = 0.5  # of the memory setting: what states have at least where the number of pages is given
+BESIDE_PAGES = 0.5  # share of the memory setting that states get at least when the number of pages is given
 TOKENS_WITHOUT_KV = 1 << 20
 RESERVE = 16  # one of so many slots stays with the prefix cache, so that a shared beginning is still found when all others run
 MIB = 2**20

@@ -22,7 +22,7 @@ from paged_attn.engine.memory.radix_node import RadixNode
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.requests.request_rows import RequestRows
 
-IDS_PER_FRAME = 8  # of models all of whose layers give back: a page may have no frame any more
+IDS_PER_FRAME = 8  # for models in which every layer frees frames: a page may have no frame left
 SLACK = 32  # one of so many pages is freed at least, so that the next few steps need not look for more
 MAX_UNCONFIRMED = 2  # tokens by which `num_cached` may be ahead of what the host knows
 
@@ -75,7 +75,7 @@ class GroupedKVManager(KVManager):
             by_retention.setdefault(group.keeps, []).append(index)
         self._kinds = [Kind(keeps, tuple(indices)) for keeps, indices in by_retention.items() if not keeps.keeps_all]
         self._num_full = len(groups) - sum(len(kind.groups) for kind in self._kinds)
-        self._left_tree: dict[Request, int] = {}  # of each request with pages: after how many tokens
+        self._left_tree: dict[Request, int] = {}  # per request with pages: the token count at which it left the tree
 
     @property
     def frames(self) -> NDArray[np.int32]:
@@ -162,7 +162,7 @@ class GroupedKVManager(KVManager):
         more = self.allocator.pages_for(tokens) - had
         wanted = []
         for keeps in (group.keeps for group in self.groups):
-            kept = had - keeps.first(request.num_cached) // self.page_size  # of the prefix, beside the new pages at first
+            kept = had - keeps.first(request.num_cached) // self.page_size  # prefix pages still kept; at first they add to the new ones
             wanted.append(min(keeps.pages(tokens, self.page_size, self.step_tokens) - kept, more))
         ids = self.allocator.num_free_ids + self.cached_pages
         if more <= ids and sum(wanted) <= self.allocator.num_free_frames:

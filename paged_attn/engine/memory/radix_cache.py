@@ -64,7 +64,7 @@ class RadixCache:
         self.page_size = allocator.page_size
         self._allocator = allocator
         self._rank = rank
-        self._queue: RankedQueue[RadixNode] = RankedQueue()  # of what can be evicted
+        self._queue: RankedQueue[RadixNode] = RankedQueue()  # nodes that can be evicted
         self._roots: dict[Hashable, RadixNode] = {}
         self._owned: set[int] = set()
         self._evictable = 0

@@ -118,7 +118,7 @@ class RequestStates:
 
     def share(self, request: Request) -> None:
         """Attach the states that a request kept to the prefix cache, which has its pages by now."""
-        for point in sorted(request.snapshots):  # of states of one age the last one goes last
+        for point in sorted(request.snapshots):  # ascending, so that among states of equal age the longest prefix goes last
             assert self.snapshots is not None
             node = self.snapshots.tree.match(request.tokens[:point], request.prefix_key).node
             self.snapshots.attach(node, request.snapshots.pop(point), point in request.spare_points)

@@ -93,7 +93,7 @@ def refuse_acausal(model: nn.Module, start: int, num_ids: int, because: str) -> 
                 whole = rows_of_logits(model, ids, **more)
             except torch.OutOfMemoryError:
                 raise
-            except MODEL_ERRORS:  # of the model's own code: it has no more positions
+            except MODEL_ERRORS:  # raised by the model's own code: it has no more positions
                 return
             limit = LOGITS.get(model_dtype(model), LOGITS_16_BIT)
             for end in ends:

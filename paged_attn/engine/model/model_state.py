@@ -23,7 +23,7 @@ _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 # Training among them, which no engine follows, and what is kept with a model or calls it, and is not part of it.
 _NOT_LOOKED_AT = frozenset(vars(nn.Module())) | {"_output_capturing_hooks_installed", "_compiled_call_impl", "_paged_attn_engine"}
 _RECORDING = "transformers.utils.output_capturing"  # hooks of this module do nothing unless a caller asks for what they record
-_FOR_TRAINING = ("make_inputs_require_grads", "make_inputs_require_grad")  # of transformers and peft; they change no number
+_FOR_TRAINING = ("make_inputs_require_grads", "make_inputs_require_grad")  # training hooks of transformers and peft; they change no output
 _GONE = object()
 
 

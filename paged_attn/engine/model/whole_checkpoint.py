@@ -56,7 +56,7 @@ def what_is_broken(error: Exception, name: str) -> str | None:
     text = str(error)
     if isinstance(error, SafetensorError):
         return f"{_broken_file(name) or f'a file of its weights is no whole safetensors file: {text}'}; {AGAIN}"
-    if "PytorchStreamReader" in text:  # of torch.load
+    if "PytorchStreamReader" in text:  # raised by torch.load
         return f"a file of its weights is cut short or damaged: {text.partition('.')[0]}; {AGAIN}"
     if "ignore_mismatched_sizes" in text:  # transformers has printed them as a table
         return "its weights have other shapes than its config.json says (the report above names them); is the config another model's?"

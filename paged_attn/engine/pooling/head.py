@@ -17,7 +17,7 @@ from paged_attn.engine.requests.pooling_params import KINDS, PoolingKind
 from paged_attn.passes.fx.model_facts import model_device, model_dtype
 from paged_attn.tolerances import logits_apart
 
-LENGTHS = (7, 4)  # of the texts that show which row a head takes
+LENGTHS = (7, 4)  # tokens in the texts that show which row a head takes
 
 
 class Head:

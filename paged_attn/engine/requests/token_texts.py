@@ -9,7 +9,7 @@ from typing import Any
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
 
 REPLACEMENT = "\ufffd"
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # of byte fallback: Llama's, Gemma's
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # byte-fallback tokens of Llama, Gemma
 
 
 class TokenTexts:
@@ -44,7 +44,7 @@ def bytes_of_part(tokenizer: Any, token_id: int) -> list[int] | None:
         name, text = tokenizer.convert_ids_to_tokens(token_id), tokenizer.decode([token_id], skip_special_tokens=False)
     except MODEL_ERRORS:  # some raise for ids that only the model has
         return None
-    if isinstance(name, bytes):  # of tiktoken
+    if isinstance(name, bytes):  # tiktoken names tokens by bytes
         return list(name)
     if not isinstance(name, str) or not name:
         return None

@@ -11,7 +11,7 @@ from paged_attn.engine.model.model_state import Difference, ModelState
 from paged_attn.engine.runners.runner import Runner
 
 logger = logging.getLogger("paged_attn")
-STEPS_BETWEEN = 32  # of an engine that is never idle: looking takes as long as a few of its steps' host work
+STEPS_BETWEEN = 32  # in a busy engine: a check takes as long as the host work of a few steps
 NAMED = 3
 
 

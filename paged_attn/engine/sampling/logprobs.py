@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 16 << 20  # of float32 log-probabilities at a time; finding the largest takes some six times as much
+BLOCK_BYTES = 16 << 20  # float32 log-probabilities per block; finding the largest takes some six times as much
 LOW_BITS = 0xFFFFFFFF
 
 

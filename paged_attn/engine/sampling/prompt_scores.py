@@ -12,7 +12,7 @@ from paged_attn.attn_ops.batch.packed_ints import PackedInts
 from paged_attn.engine.sampling.logprobs import logprobs_of
 from paged_attn.engine.sampling.sampler_output import BAD_LOGITS, SampledToken, SamplerOutput
 
-LOGITS_BYTES = 256 << 20  # of float32 logits that a step computes for scores at most
+LOGITS_BYTES = 256 << 20  # most float32 logits that one step computes for prompt scores
 LEAST_ROWS = 16
 
 

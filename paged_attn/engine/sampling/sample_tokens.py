@@ -39,7 +39,7 @@ def sample_with_torch(logits: Tensor, of: SamplingTensors) -> Tensor:
 
 def forbid_unlikely(scores: Tensor, of: SamplingTensors) -> None:
     """Set the scores [L, V] float32 of the last L rows to -inf where top-k and top-p leave them out."""
-    values, order = torch.sort(scores, dim=-1, stable=True)  # of equals the lower id first
+    values, order = torch.sort(scores, dim=-1, stable=True)  # stable: among equals the lower id comes first
     ranks = torch.arange(scores.shape[-1], device=scores.device)
     dropped = torch.zeros_like(scores, dtype=torch.bool)
     if of.lowest is not None:

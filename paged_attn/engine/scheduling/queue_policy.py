@@ -58,7 +58,7 @@ class LongestPrefixFirst:
         self._window: list[Request] = []  # by arrival
         self._cached: dict[Request, int] = {}  # tokens of those in the window, as far as known
         self._passed = 0  # how often the first of the window was passed over
-        self._cursor = 0  # of the window: whose prefix is looked up next
+        self._cursor = 0  # index into the window: whose prefix is looked up next
         self._seen = -1  # the version of the pages at the last look
         self._choice: Request | None = None
 

@@ -26,7 +26,7 @@ class SharedPrefills:
         self._kv = kv
         self._length = -(-min_tokens // kv.page_size) * kv.page_size if kv.tree is not None else 0
         self._holders: dict[Hashable, Request] = {}
-        self._prefixes: dict[Request, tuple[Hashable, int]] = {}  # of each holder: its key, and how many of its tokens were cached
+        self._prefixes: dict[Request, tuple[Hashable, int]] = {}  # per holder: its prefix key, and how many of its tokens were cached
         self._held: dict[Request, dict[Request, None]] = {}  # by holder
         self._waits_for: dict[Request, Request] = {}
         self._times: dict[Request, int] = {}  # that it was held back

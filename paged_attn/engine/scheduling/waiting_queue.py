@@ -82,7 +82,7 @@ class WaitingQueue:
         self._since: dict[Request, float | None] = {}  # None: it ran before
         self._aside: set[Request] = set()
         self._classes: dict[int, PriorityClass] = {}
-        self._priorities: list[int] = []  # of classes that hold requests, the most urgent first
+        self._priorities: list[int] = []  # priorities with waiting requests, the most urgent first
 
     def __len__(self) -> int:
         return len(self._since)

@@ -83,7 +83,7 @@ class _Trials:
         self.most, self.best = most, best
         self.seconds: dict[int, float] = {}
         self._since: dict[int, float] = {}  # seconds spent since a number was tried
-        self._expected: dict[int, float] = {}  # of numbers that were tried at another size, in seconds of the best one
+        self._expected: dict[int, float] = {}  # seconds relative to the best count, for thread counts tried at another size
 
     def of_another_size(self) -> _Trials:
         found = _Trials(self.most, self.best)

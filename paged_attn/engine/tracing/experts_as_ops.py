@@ -29,9 +29,9 @@ from paged_attn.passes.fx.row_layout import MISFITS
 
 logger = logging.getLogger("paged_attn")
 NOT_EXPERTS = (*MISFITS, AssertionError, AttributeError, KeyError)  # what a module raises that takes something else
-ROWS = 24  # of a proof, beside the number of experts
+ROWS = 24  # in each proof, plus one per expert
 CHOSEN = 4  # experts of a token, where nobody says how many
-ALLOWED = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 0.03, torch.float16: 0.004}  # of a row's length
+ALLOWED = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 0.03, torch.float16: 0.004}  # error relative to the norm of the row
 
 
 @contextmanager

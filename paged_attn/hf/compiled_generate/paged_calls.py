@@ -30,7 +30,7 @@ from paged_attn.hf.shared_pages import CacheFull, SharedPages
 from paged_attn.interrupts import held_back
 
 logger = logging.getLogger("paged_attn")
-_MOVED = "_paged_attn_moved"  # of a DynamicCache in whose place a RaggedCache came
+_MOVED = "_paged_attn_moved"  # attribute that marks a DynamicCache replaced by a RaggedCache
 MOST_REFUSED = 3  # engines that are tried for a model that changes, and is refused each time
 
 

@@ -15,7 +15,7 @@ from paged_attn.engine.llm import LLM
 from paged_attn.engine.runners.model_watch import ModelChangedError
 
 logger = logging.getLogger("paged_attn")
-ATTRIBUTE = "_paged_attn_engine"  # of the model; `ModelState` and `model_text` know that it is no part of it
+ATTRIBUTE = "_paged_attn_engine"  # set on the model; `ModelState` and `model_text` know that it is not part of it
 _making = threading.Lock()
 
 

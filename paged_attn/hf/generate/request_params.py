@@ -167,7 +167,7 @@ class ScoreKeeper:
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         done = input_ids.shape[1] - self._length
-        del self.logits[done:], self.scores[done:]  # of a step that is done again
+        del self.logits[done:], self.scores[done:]  # drop rows of a step that is run again
         self.logits.append(scores[0].clone())
         scores = self._processors(input_ids, scores)
         self.scores.append(scores[0].clone())

@@ -194,7 +194,7 @@ def compile_ahead(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> No
         try:
             for batch, inputs in steps:
                 _by_ops(layer, scopes, pool, on_fakes(batch, device), [*map(torch.empty_like, inputs)], KernelsAlone)
-        except MODEL_ERRORS as error:  # of the model's own code, which may read values
+        except MODEL_ERRORS as error:  # raised by the model's own code, which may read values
             logger.info(
                 "%s does not run on fake tensors, so that its kernels are compiled one after the other: %s", layer.spec.module, error
             )

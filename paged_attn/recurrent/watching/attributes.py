@@ -72,7 +72,7 @@ def _gives(call: Call, name: str, other: Tensor | None, rows: Tensor) -> bool:
             again = _output_tensor(call.module(**{**call.arguments, name: other}))
     except torch.OutOfMemoryError:
         raise
-    except MODEL_ERRORS:  # of the module's own code: it needs it
+    except MODEL_ERRORS:  # raised by the module's own code: it needs the argument
         return False
     return again is not None and not again.is_meta and again.equal(rows)
 

@@ -11,7 +11,7 @@ from paged_attn.engine.requests.outputs import Completion, TokenEvent
 from paged_attn.server.api.bodies import Body, CompletionBody
 from paged_attn.server.api.replies import Known, Reply, finite
 
-MOST_BYTES = 4  # of a character, and so tokens
+MOST_BYTES = 4  # in one character, so at most this many tokens
 
 
 class CompletionReply(Reply):

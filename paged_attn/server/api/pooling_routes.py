@@ -201,7 +201,7 @@ async def _answer(
         requests = await job.finished()
         try:
             outputs = await asyncio.to_thread(plan.read, requests)
-        except ValueError as error:  # of `Request.pooled_row`
+        except ValueError as error:  # raised by `Request.pooled_row`
             raise ApiError(500, str(error), code="bad_logits") from error
         return JSONResponse(reply(outputs, job))
 

@@ -145,7 +145,7 @@ class ChatReply(Reply):
         form = job.prompts[0].form
         assert form is not None
         self._form = form
-        self._readers: dict[int, AnswerReader] = defaultdict(form.reader)  # of streams
+        self._readers: dict[int, AnswerReader] = defaultdict(form.reader)  # one per stream
         self._num_calls = [0] * job.size
 
     async def whole(self) -> dict[str, Any]:

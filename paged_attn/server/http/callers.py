@@ -51,7 +51,7 @@ class Callers:
             ApiError: 401 without a key that opens the server, where one is needed.
         """
         authorization = headers.get(b"authorization", b"")
-        if not authorization and (own := headers.get(b"x-api-key")):  # of Anthropic's clients
+        if not authorization and (own := headers.get(b"x-api-key")):  # sent by Anthropic's clients
             authorization = b"Bearer " + own
         scheme, _, given = authorization.partition(b" ")
         known = [secrets.compare_digest(given.strip(), each) for each in self._keys]  # all of them: no time tells which

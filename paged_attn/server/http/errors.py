@@ -24,7 +24,7 @@ CODES = {
     415: "body_compressed", 429: "queue_full",
 }  # fmt: skip
 CLIENT_GONE = 499
-STATUSES = {NotServingError: 503, QueueFullError: 429, QueueTimeoutError: 503}  # of other errors of the engine: 500
+STATUSES = {NotServingError: 503, QueueFullError: 429, QueueTimeoutError: 503}  # any other engine error: 500
 MAX_MESSAGE, MAX_PARAM = 1000, 100  # characters
 
 
@@ -124,7 +124,7 @@ async def _answer(request: Request, error: Exception) -> Response:
         return told(request.scope, _first_complaint(error))
     if isinstance(error, HTTPException):
         hint, headers = _way(request.url.path) if error.status_code == 404 else "", error.headers or {}
-        if isinstance(error.__cause__, ValueError):  # of the body, which FastAPI reads
+        if isinstance(error.__cause__, ValueError):  # raised by FastAPI while it reads the body
             hint = f": {error.__cause__}"
         if allowed := headers.get("Allow"):
             hint = f"; allowed: {allowed}"

@@ -33,7 +33,7 @@ _CASTS = {"float", "to", "type", "_to_copy"}
 _TURNS = {"t", "transpose", "permute", "swapaxes", "swapdims", "adjoint", "contiguous", "getattr"}
 _HALVES = (torch.bfloat16, torch.float16)
 _PROBED_ROWS = (1, 5)
-_PROBED_OUTPUTS = 64  # of a weight, which may be as long as a vocabulary
+_PROBED_OUTPUTS = 64  # outputs probed of a weight, which may be as long as a vocabulary
 _LARGEST = 8  # number in a probe: sums of products of whole numbers are exact in float32, in every order, and too large for 16 bits
 
 
@@ -143,7 +143,7 @@ def _gives_the_same(product: _Product) -> bool:
         given = {product.x: x, product.weight: weight} | ({} if product.bias is None else {product.bias: bias})
         try:
             expected = evaluate_all(product.nodes, given)[product.node]
-        except MISFITS:  # of a square weight that is not turned
+        except MISFITS:  # a square weight that is not transposed
             return False
         if not torch.equal(LINEAR_FLOAT32(x, weight, bias), expected):
             return False

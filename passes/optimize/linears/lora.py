@@ -77,7 +77,7 @@ def insert_lora(
             for name, shape in zip(("a", "b", "scales"), site.shapes(slots, rank), strict=True)
             if name != "a" or site.weight is None
         ]
-        given = complete.get(product.given, product.given)  # of a linear layer that follows another one immediately
+        given = complete.get(product.given, product.given)  # the input may be another linear layer's output, completed by its adapter
         operands = (node, given) if site.weight is None else (node,)
         with graph.inserting_after(node):
             arguments = (*operands, *factors, logits_slots if site.of_logits else step_slots, list(site.rows))

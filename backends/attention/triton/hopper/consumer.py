@@ -26,7 +26,7 @@ from paged_attn.backends.attention.triton.hopper.parts import (
 )
 from paged_attn.backends.attention.triton.tiles import first_item, next_item, tile_keys
 
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of a warp group's threads; renamed in Triton 3.7
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # for one warp group; renamed in Triton 3.7
 LOG2E = gl.constexpr(1.4426950408889634)
 NO_KEY = gl.constexpr(float("-inf"))
 

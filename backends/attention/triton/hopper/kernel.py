@@ -29,7 +29,7 @@ def attend_hopper(query, keys, values, out, sinks, lse, page_table, seq_lens, qu
                   PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr):  # fmt: skip
     """One layer; grid (programs,), 4 warps (and 8 more of its own). Arguments as in `attend_kernel.attend`; counters [2 * programs]."""
     dtype: gl.constexpr = query.dtype.element_ty
-    q_tiles = allocate_parts(dtype, 2 * QUERY_TILES, BLOCK_M // 2, QK_DIM)  # of each tile two halves
+    q_tiles = allocate_parts(dtype, 2 * QUERY_TILES, BLOCK_M // 2, QK_DIM)  # two halves per tile
     k_tiles = allocate_parts(dtype, STAGES, BLOCK_N, QK_DIM)
     v_tiles = allocate_parts(dtype, STAGES, BLOCK_N, V_DIM)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

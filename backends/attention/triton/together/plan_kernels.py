@@ -44,7 +44,7 @@ def count_together(page_table, seq_lens, units, tile_ends, ends, requests, table
         count += tl.where(same, tl.sum(tl.where(one & there, 1, 0), 0), 0)
     shared = tl.where(count > 1, shared, 0)
     own = tl.where(there, tl.cdiv(lengths - shared * BLOCK_N, BLOCK_N), 0)
-    segment = member[None]  # of an item, by the request that it begins with
+    segment = member[None]  # segment of an item, numbered by its first request
     running = shared[:, None] + segment * 0
     for each in tl.static_range(MEMBERS):
         one = member == each

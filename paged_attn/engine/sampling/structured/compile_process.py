@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 # Between tokens of JSON; without a bound a weak model goes on with line ends for ever.
 JSON_DEFAULTS: Any = {"whitespace_pattern": r" |\n {0,40}"}
 LEXER_FUEL = 250_000  # nodes of all expressions: a quarter of llguidance's own limit, which takes 270 MiB and masks of 120 ms
-LEXER_STATES = 50_000  # of 1 to 2 kB each
+LEXER_STATES = 50_000  # each takes 1 to 2 kB
 SHOWN_LINE, SHOWN_ERROR = 200, 500  # characters
 
 WALKED_TOKENS = 48

@@ -32,7 +32,7 @@ MAX_KEPT_BYTES = 256 << 20
 STACK_BYTES = 64 << 20  # many times what a trial has: what overflows no stack there does not here
 NO_TOKEN = "<|paged_attn: no token|>"
 BITS = 32
-_STACK_SIZE = threading.Lock()  # of threads that are made: one setting for all
+_STACK_SIZE = threading.Lock()  # threading.stack_size is global: one thread sets it at a time
 
 
 class GuideError(ValueError):

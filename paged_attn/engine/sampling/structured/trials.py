@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from paged_attn.engine.sampling.structured import compile_process
 from paged_attn.engine.sampling.structured.compile_process import Limits
 
-MAX_DEFINITIONS = 1000  # of a JSON schema, those in schemas inside it included
-MAX_RULES = 1000  # of a grammar, terminals included
+MAX_DEFINITIONS = 1000  # in one JSON schema, including nested schemas
+MAX_RULES = 1000  # in one grammar, including terminals
 _RULE = re.compile(r"^[ \t]*[?!]?\w+(?:\.[+-]?\d+)?(?:\{[^}\n]*\}|\[[^]\n]*\])?[ \t]*:", re.MULTILINE)
 LIMITS = Limits()
 DEEP = "too many definitions or rules lead from one to the next"

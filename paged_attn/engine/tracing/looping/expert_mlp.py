@@ -17,8 +17,8 @@ from paged_attn.engine.tracing.experts_layout import Operands
 from paged_attn.engine.tracing.looping.calls import NotProved
 from paged_attn.engine.tracing.looping.tape import Tape
 
-SIZES = (0.3, 1.0, 3.0, 10.0)  # of what the activation is given
-ROWS = 24  # of a proof
+SIZES = (0.3, 1.0, 3.0, 10.0)  # scales of the activation's input
+ROWS = 24  # in each proof
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from paged_attn.engine.tracing.looping.tape import Slot, Tape
 from paged_attn.engine.tracing.while_tracing import no_collections
 from paged_attn.hashing.code_files import executed_files
 
-TOKENS = (37, 53)  # of the tapes: few other numbers are multiples of them
+TOKENS = (37, 53)  # rows of the two tapes; few other sizes are multiples of these
 MOST_TRIED = 24  # sites of one block
-SPREADS = (1.0, 8.0, 0.02)  # of logits; the last leaves ties in 16 bits
+SPREADS = (1.0, 8.0, 0.02)  # spreads of the logits; the last leaves ties in 16 bits
 ROWS = (24, 3)
 
 
@@ -210,7 +210,7 @@ def _made_from_more(tape: Tape, site: ExpertsSite) -> set[Slot]:
     for step in tape.steps:
         name = getattr(step.function, "__name__", "")
         if not step.given & found or name.startswith("new_") or name.endswith("_like"):
-            continue  # of the latter only shapes and types are read
+            continue  # new_* and *_like read only shapes and dtypes
         found |= {slot for slot in step.results if slot is not None} - told
         found |= {slot for each in step.written for slot in tape.same_memory(each)} - told
     return found

@@ -237,7 +237,7 @@ class _Memory:
             if base is not None:
                 if base.dtype == value.dtype:
                     return torch.as_strided(base, value.shape, value.stride(), value.storage_offset())
-                form = value.storage_offset(), value.shape, value.stride()  # of complex numbers that were pairs, or the other way round
+                form = value.storage_offset(), value.shape, value.stride()  # complex numbers viewed as pairs, or the reverse
                 return torch.empty(0, dtype=value.dtype, device=value.device).set_(base.untyped_storage(), *form)
             made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         self._bases[_storage(value)] = made

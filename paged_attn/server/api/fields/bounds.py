@@ -20,9 +20,9 @@ MAX_ALLOWED_TOKENS = 1 << 18  # as many as the largest vocabularies have
 MAX_BIASES = 1024
 MAX_BAD_WORDS, MAX_BAD_WORD = 64, 256  # texts, and characters of each
 MAX_MESSAGES = 4096
-MAX_SETTINGS, MAX_SETTINGS_TEXT = 1024, 64 << 10  # of chat_template_kwargs: values, and characters of all of them
+MAX_SETTINGS, MAX_SETTINGS_TEXT = 1024, 64 << 10  # chat_template_kwargs: number of values, characters in all
 MAX_SCHEMA_TEXT = 256 << 10
-MAX_TOOLS_VALUES, MAX_TOOLS_TEXT = 16 << 10, 128 << 10  # of all tools together
+MAX_TOOLS_VALUES, MAX_TOOLS_TEXT = 16 << 10, 128 << 10  # values and characters of all tools together
 # Fields that a body does not have, and the one of ours that means the same, or what to do.
 SAME_FIELD = {**SAME_PARAM, "max_new_tokens": "max_tokens", "prompts": "prompt"}
 OTHER_FIELD = {

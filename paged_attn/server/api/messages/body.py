@@ -14,7 +14,7 @@ from paged_attn.server.api.messages.conversation import length_of_blocks, messag
 from paged_attn.server.http.errors import ApiError
 from paged_attn.shown import shown
 
-LEFT_OUT = ("cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "type")  # of a tool: it changes no answer
+LEFT_OUT = ("cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "type")  # fields of a tool that change no answer
 IGNORED_HERE = IGNORED | {"cache_control"}  # prefixes are cached, whatever it says
 # Of all that a body may have, what would change an answer here, and is not supported.
 OWN_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {

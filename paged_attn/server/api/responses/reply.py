@@ -123,7 +123,7 @@ class OutputItems:
 
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []
-        self._kind: _Kind | None = None  # of the item that is open
+        self._kind: _Kind | None = None  # kind of the open item
         self._id, self._texts = "", list[str]()
 
     def add(self, part: Part) -> Iterator[Event]:
