@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
-PATIENCE = 1.0  # seconds after which a second Ctrl-C waits for nothing
+PATIENCE = 1.0  # seconds after which a second Ctrl-C takes effect at once
 
 
 class HeldBack:

@@ -14,7 +14,7 @@ from torch import Tensor
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 
-MOST_GROUPS = 8  # each has a page table, and a plan in every step
+MOST_GROUPS = 8  # each group costs a page table, and a plan in every step
 LENGTH = 16_384  # tokens of the request that groups are chosen for, where the model takes that many
 WORTH_IT = 0.9  # groups must take at most this share of the bytes of a single group
 

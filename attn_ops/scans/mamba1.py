@@ -7,7 +7,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
 
-CHUNK = 32  # tokens whose states are there at the same time
+CHUNK = 32  # tokens whose states are in memory at the same time
 
 
 def mamba1_extend(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, states: Tensor, extends: Extends) -> None:

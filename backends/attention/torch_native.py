@@ -23,7 +23,7 @@ from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
 from paged_attn.backends.attention.capabilities import Capabilities, Feature
 
 _DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
-MOST_MASK = 1 << 26  # elements of a mask that is written out for every head
+MOST_MASK = 1 << 26  # elements of a mask that is expanded for every head
 MaskKey = tuple[bool, int | None, int | None, int | None, str]
 
 

@@ -31,7 +31,7 @@ from paged_attn.backends.compiling.compile_job import Boxes, Job, settle_key
 from paged_attn.backends.compiling.compile_pool import Jobs, Workers
 
 logger = logging.getLogger("paged_attn")
-LONG_TO_LOAD = 1.0  # seconds, of a kernel from the disk
+LONG_TO_LOAD = 1.0  # seconds to load a kernel from disk, above which it is logged
 _asked: dict[Hashable, Future[None]] = {}  # all variants of kernels that were ever asked for
 _under_way: dict[Any, dict[Hashable, Future[None]]] = {}  # those of a kernel that were not launched yet
 _workers = Workers()

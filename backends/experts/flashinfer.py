@@ -19,7 +19,7 @@ from paged_attn.backends.needs import FLASHINFER, HALF, Needs
 # Of FlashInfer's ActivationType, by our activations.
 GATED = {"silu": "Swiglu", "gelu_tanh": "Geglu"}
 PLAIN = {"gelu_tanh": "Gelu", "relu": "Relu", "silu": "Silu", "relu2": "Relu2", "identity": "Identity"}
-ALIGNMENT = 16  # bytes, of a row
+ALIGNMENT = 16  # bytes per row must be a multiple of this
 
 
 class FlashInferExpertsBackend(ExpertsBackend):

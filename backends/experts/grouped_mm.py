@@ -11,8 +11,8 @@ from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem, odd_widths
 from paged_attn.backends.needs import Needs
 
-OLDEST = 80  # SM80
-ALIGNMENT = 16  # bytes; the kernel reads rows of operands in such pieces
+OLDEST = 80  # compute capability, SM80
+ALIGNMENT = 16  # bytes; the kernel reads operand rows in pieces of this size
 
 
 class GroupedMmBackend(ExpertsBackend):

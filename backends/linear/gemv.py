@@ -15,7 +15,7 @@ from paged_attn.backends.linear.gemv_kernel import one_row_kernel
 from paged_attn.backends.machine import machine_of, power_of_2
 from paged_attn.backends.unit_stride import unit_last
 
-LONGEST_ROW = 32768  # bytes of a weight's row that a program holds
+LONGEST_ROW = 32768  # bytes; longest weight row that a program can hold
 PROGRAM_ELEMENTS = 4096  # least elements of the weight per program, so that enough loads are in flight
 NUM_WARPS = 8  # 0.6 % of a decode step better than 4, for programs of 8 KiB, too
 _fast_one_row = FastKernel(one_row_kernel)

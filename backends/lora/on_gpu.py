@@ -19,7 +19,7 @@ from paged_attn.backends.unit_stride import is_unit_last, unit_last
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PROGRAMS = 1024  # the first kernel has at least this many, so that enough programs read even for few rows
-FEW_ROWS = 128  # up to so many, each adapter has programs of its own
+FEW_ROWS = 128  # up to this many rows, each adapter has its own programs
 NEVER = 2**31 - 1
 BLOCK_BYTES = 1 << 16  # a block of factors in shared memory
 PRODUCTS = 1024  # products of the first kernel that programs may share

@@ -13,7 +13,7 @@ from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.machine import machine_of, power_of_2
 from paged_attn.backends.sampling.greedy_kernel import best_of_part, best_of_row
 
-PART = 2048  # logits that a program looks at
+PART = 2048  # logits per program
 _fast_part, _fast_row = FastKernel(best_of_part), FastKernel(best_of_row)
 
 

@@ -16,7 +16,7 @@ from paged_attn.backends.machine import machine_of, power_of_2
 from paged_attn.backends.sampling.sample_kernel import MOST_BITS, choose, draw, spread, weigh
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 
-PART = 2048  # logits that a program looks at
+PART = 2048  # logits per program
 DIGITS = ((21, 11), (10, 11), (0, 10))  # (lowest bit, number of bits) of each digit of a key, the highest first
 SUM_BITS = 62
 WARPS = 4

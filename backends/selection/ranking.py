@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-ORACLE = "reference"  # last wherever it runs: it is made to be read
+ORACLE = "reference"  # always last: it is written to be read, not to be fast
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 SAMPLE_MS = 4.0  # a sample is about that long: the gap between two graphs is a microsecond or two
-ROUNDS = (5, 400)  # fewest and most samples of a function
+ROUNDS = (5, 400)  # fewest and most samples per function
 MOST_PASSES = 100  # calls of a function in one sample
 
 

@@ -16,7 +16,7 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.timing.problem import TimedProblem
 
-CACHE_MULTIPLE = 4  # KV of all sets together, over the L2 cache
+CACHE_MULTIPLE = 4  # total KV of all input sets, as a multiple of the L2 cache
 MOST_BYTES = 20e9
 MOST_SETS = {"cuda": 256, "cpu": 3}
 SPARE_PAGES = 8

@@ -24,7 +24,7 @@ from paged_attn.engine.requests.outputs import TokenEvent
 from paged_attn.engine.requests.request import Request
 
 logger = logging.getLogger("paged_attn")
-ADDS_PER_TURN = 64  # so that a flood of requests does not hold up those that run
+ADDS_PER_TURN = 64  # so that a flood of new requests does not hold up running ones
 
 
 class EngineThread:

@@ -10,7 +10,7 @@ from paged_attn.engine.engine import Engine
 from paged_attn.engine.requests.outputs import FinishReason
 from paged_attn.engine.sampling_params import SamplingParams
 
-DOUBTFUL = 3  # failed steps in a row after which nothing new is let in until the engine is seen to work
+DOUBTFUL = 3  # failed steps in a row after which no new request is admitted until a step works
 
 
 class FailedSteps:

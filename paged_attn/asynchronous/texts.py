@@ -18,7 +18,7 @@ from paged_attn.truncation import Cut, ids_of_text
 
 T = TypeVar("T")
 THREADS, LONG_THREADS = 2, 1
-SHORT = 64 << 10  # characters of all prompts of a request: some 20 ms
+SHORT = 64 << 10  # characters of all prompts of a request that take some 20 ms to tokenize
 LIKELY_CHARACTERS = 8  # in one token; longer tokens are rare in text
 SLACK = 16  # tokens that a cut in the middle of a word may add
 

@@ -18,7 +18,7 @@ from paged_attn.bench.systems.job import Job, Log
 
 WORKER = (sys.executable, "-m", "paged_attn.bench.worker")
 POLL_SECONDS = 0.1
-ERROR = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")  # notes and advice of libraries may follow it
+ERROR = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")  # library notes and advice may follow it
 Note = Callable[[str], None]
 
 

@@ -11,7 +11,7 @@ from paged_attn.chat.errors import ChatError
 from paged_attn.chat.parts import ChatMessage
 from paged_attn.shown import shown
 
-MAX_NAME = 256  # characters: of a role, a name, an id
+MAX_NAME = 256  # characters of a role, a name or an id
 MAX_PARTS = 4096  # in one message's content
 MAX_CALLS = 128  # in one message
 MAX_ARGUMENT_VALUES = 1 << 16  # of all calls together, checked before any of them is built

@@ -10,7 +10,7 @@ from typing import Any
 from paged_attn.chat.errors import ChatError
 from paged_attn.shown import shown
 
-MAX_TOOLS = 128  # OpenAI's
+MAX_TOOLS = 128  # OpenAI's limit
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 CHOICES = ("none", "auto", "required")
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -29,7 +29,7 @@ from paged_attn.passes.fx.model_facts import max_positions, model_dtype
 from paged_attn.passes.report import LayerReport
 
 logger = logging.getLogger("paged_attn")
-HEADS_FIRST = (0, 2, 1, 3)  # transformers' attention functions give [1, T, heads, v_dim]
+HEADS_FIRST = (0, 2, 1, 3)  # transformers' attention functions return [1, T, heads, v_dim]
 OPERANDS = ("query", "key", "value")
 
 

@@ -12,7 +12,7 @@ from paged_attn.engine.setting_names import OTHER_PARAM, OTHER_SETTING
 TOLD = {**OTHER_PARAM, **OTHER_SETTING}
 
 MODEL = "a directory, a GGUF file, or a hub id like org/name"
-NEAR = 0.75  # alike, for a flag to be meant: `--model` is not `--pdl`
+NEAR = 0.75  # similarity from which a flag is suggested: `--model` is not `--pdl`
 
 
 class Parser(argparse.ArgumentParser):

@@ -47,7 +47,7 @@ from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.stopwatch import part
 
 MOST_CAPTURED_ROWS = 2048  # a step of more takes the device longer than the host takes to launch it op by op
-SCRATCH_PAGES = 2  # page 0, and one that all tokens of a recording share
+SCRATCH_PAGES = 2  # page 0, and one page that all tokens of a recording share
 logger = logging.getLogger("paged_attn")
 
 

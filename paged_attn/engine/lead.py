@@ -19,7 +19,7 @@ from paged_attn.engine.requests.token_events import TokenEvents
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.parallel.ranks import Ranks
 
-IDLE = datetime.timedelta(days=365)  # how long nobody may ask for anything
+IDLE = datetime.timedelta(days=365)  # longest time without any call
 # Of each group of ranks another one, of gloo; none is destroyed, since no second one could have its name.
 _lines: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 

@@ -37,7 +37,7 @@ from paged_attn.progress import progress as showing
 from paged_attn.shown import is_utf8, shown
 from paged_attn.truncation import Cut, ids_of_text
 
-LORAS = 8  # room for adapters where some are given and max_loras is not
+LORAS = 8  # default max_loras if adapters are given
 
 
 class LLM(PoolingCalls):

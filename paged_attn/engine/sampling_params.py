@@ -223,7 +223,7 @@ class SamplingParams:
 
 _by_its_own_names = SamplingParams.__init__
 _NAMES = SamplingParams.__dataclass_fields__.keys()
-_NONE_IS_NONE = frozenset({"stop", "stop_token_ids", "bad_words", "logit_bias", "logits_processors"})  # whose defaults vLLM calls None
+_NONE_IS_NONE = frozenset({"stop", "stop_token_ids", "bad_words", "logit_bias", "logits_processors"})  # vLLM's default for them is None
 
 
 @functools.wraps(_by_its_own_names)

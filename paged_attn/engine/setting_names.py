@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 logger = logging.getLogger("paged_attn")
 PREFIX = "PAGED_ATTN_"
-OTHERS = ("PAGED_ATTN_API_KEY", "PAGED_ATTN_CACHE", "PAGED_ATTN_DUMP", "PAGED_ATTN_TUNED")  # no settings of an engine
+OTHERS = ("PAGED_ATTN_API_KEY", "PAGED_ATTN_CACHE", "PAGED_ATTN_DUMP", "PAGED_ATTN_TUNED")  # variables that are not engine settings
 OF_TESTS = f"{PREFIX}TEST_"
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 _C: Any = torch._C
-_VARIABLE_FUNCTIONS = _C._VariableFunctions  # what torch generates from its list of operators
+_VARIABLE_FUNCTIONS = _C._VariableFunctions  # functions that torch generates from its operator list
 _FILES_AND_MEMORY = frozenset({"from_file", "from_numpy", "frombuffer"})
 
 

@@ -25,7 +25,7 @@ _OURS = frozenset(kind.op for kind in KINDS if kind.on_disk)
 # Torch 2.11 traces comparisons of two tensors as these methods, later ones as functions. As those they are written down.
 _COMPARISONS = {f"__{each.__name__}__": each for each in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)}
 _KINDS = ("placeholder", "call_function", "call_method", "get_attr", "output")
-_NAMED: dict[type, Callable[[str], Any]] = {  # values that torch writes as it reads them
+_NAMED: dict[type, Callable[[str], Any]] = {  # values that can be written as text and read back by torch
     torch.dtype: lambda name: _of_torch(name, torch.dtype),
     torch.layout: lambda name: _of_torch(name, torch.layout),
     torch.memory_format: lambda name: _of_torch(name, torch.memory_format),

@@ -26,7 +26,7 @@ _SOURCES = source_digest(
     "", "attn_ops", "passes", "capture", "calling", "check", "compiled", "engine/tracing", "graph_cache", "hashing", "parallel", "recurrent"
 )
 _INSTALLED = (".dist-info", ".egg-info")
-_FOLDERS = ("debug_dir_root", "base_dir")  # the working directory, and where torch lies
+_FOLDERS = ("debug_dir_root", "base_dir")  # settings that hold the working directory and torch's location
 
 
 def graph_key(model: nn.Module, options: CompileOptions, positions: bool, recurrent: Sequence[RecurrentLayer]) -> str:

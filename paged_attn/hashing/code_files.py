@@ -17,9 +17,9 @@ from paged_attn.hashing.stable_hasher import Indescribable, StableHasher
 # Of transformers: the installed packages, which the key lists, in an order that changes from process to process; and what each class of
 # model that this process has made can record, which the class's own file says.
 _NOT_EVIDENCE = frozenset({"PACKAGE_DISTRIBUTION_MAPPING", "_CAN_RECORD_REGISTRY"})
-_GENERATED = "<string>"  # a dataclass's methods: made from the class, which lies in one of the files
+_GENERATED = "<string>"  # a dataclass's generated methods: their class is in one of the hashed files
 OURS = "paged_attn"  # hashed as sources
-_ENVIRONMENT = "<environment>"  # in place of a file
+_ENVIRONMENT = "<environment>"  # entry that stands for the environment instead of a file
 _READS_ENVIRONMENT = frozenset({"environ", "getenv"})
 _besides: ContextVar[tuple[frozenset[str], frozenset[str]]] = ContextVar("_besides", default=(frozenset(), frozenset()))
 

@@ -12,7 +12,7 @@ from paged_attn.hashing.stable_hasher import MOST_BYTES, Indescribable, StableHa
 
 # Of torch's own attributes of a module; which of the hooks count is asked separately.
 _OF_TORCH = frozenset(nn.Module().__dict__)
-_KEPT_WITH_IT = ("_paged_attn_engine",)  # and not part of it
+_KEPT_WITH_IT = ("_paged_attn_engine",)  # stored on the model, but not part of it
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
 _OURS = ("paged_attn.parallel.local_forwards", "paged_attn.parallel.own_experts")

@@ -27,13 +27,13 @@ _PLAIN = (
     type(Ellipsis), type(NotImplemented), range, pathlib.PosixPath,
 )  # fmt: skip
 _SETS = (set, frozenset)
-_CONTENT: dict[type, Callable[[Any], Any]] = {  # what a subclass holds, without running code of its own
+_CONTENT: dict[type, Callable[[Any], Any]] = {  # the content of a subclass, read without running its own code
     dict: lambda value: {key: dict.__getitem__(value, key) for key in dict.__iter__(value)},
     list: lambda value: list(list.__iter__(value)), tuple: lambda value: tuple(tuple.__iter__(value)),
     set: lambda value: set(set.__iter__(value)), frozenset: lambda value: frozenset(frozenset.__iter__(value)),
     str: str.__str__, int: int.__int__, float: float.__float__,
 }  # fmt: skip
-_PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {  # what says all of a wrapper
+_PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {  # the parts that fully describe a wrapper
     functools.partial: lambda value: (value.func, value.args, value.keywords),
     staticmethod: lambda value: (value.__func__,), classmethod: lambda value: (value.__func__,),
     property: lambda value: (value.fget, value.fset), functools.cached_property: lambda value: (value.func,),

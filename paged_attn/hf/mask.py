@@ -14,9 +14,9 @@ from paged_attn.passes.prove.mask_family import MaskFamily
 from paged_attn.passes.prove.mask_proof import unproved
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-REACH = 1 << 18  # positions looked at: beyond every window and chunk in use
+REACH = 1 << 18  # positions checked: more than any window or chunk in use
 DENSE = 97
-WHERE = "a mask that the model builds"  # in errors
+WHERE = "a mask that the model builds"  # used in error messages
 
 
 class ProvedMask:

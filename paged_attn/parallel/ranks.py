@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import RequestColumns
 
-DIGEST_BITS = 62  # so that its negative is an int64, too
+DIGEST_BITS = 62  # so that the negated digest also fits an int64
 _controls: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 

@@ -26,7 +26,7 @@ from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.recurrent.verify import Result, ages, allowed_error, difference, stepwise
 
 logger = logging.getLogger("paged_attn")
-AGES = ((1, 4, 7), (8, 2, 5))  # tokens that the requests of a step have behind them, in two steps of a graph
+AGES = ((1, 4, 7), (8, 2, 5))  # cached tokens of each request, in two steps of one graph
 SLOTS = (4, 0, 1, 2)  # slot of each row in the step; slot 0 belongs to no request
 REAL = tuple(row for row, slot in enumerate(SLOTS) if slot)
 aten = torch.ops.aten

@@ -21,13 +21,13 @@ from paged_attn.server.logs.tracing import Tracing
 from paged_attn.server.settings import ServerSettings
 from paged_attn.server.state import ServerState
 
-GRACE_SECONDS = 5  # for answers to leave after everything was cancelled
+GRACE_SECONDS = 5  # for answers to be sent after everything was cancelled
 BACKLOG = 2048
 # Longer than clients (httpx: 5) and load balancers (60) keep an idle connection: a request that meets its end on the way is reset.
 KEEP_ALIVE_SECONDS = 75
 FORCED_SECONDS = 1.0
 DRAIN_STEP = 0.05
-FILES_BESIDE = 256  # open files that are no connections
+FILES_BESIDE = 256  # open files other than connections
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -21,7 +21,7 @@ from paged_attn.passes.fx.graph_tools import bases_of, call_with_value, is_writt
 from paged_attn.passes.fx.slicing import ancestors
 
 _SCALED = {"div", "truediv", "true_divide", "divide", "mul", "multiply"}
-NOISE = 32  # roundings of a sum
+NOISE = 32  # roundings; a smaller remainder counts as zero
 
 
 def log_weights(weights: Tensor) -> Tensor:

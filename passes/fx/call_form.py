@@ -16,13 +16,13 @@ from paged_attn.passes.fx.graph_tools import of_module, source_name, symbol, val
 
 _KEY = re.compile(r"\['(\w+)'\]$|^L\['?(\w+)'?\]$|\.(\w+)$")
 
-_LONGER, _SHORTER = 64, 4  # calls by so many tokens, for which a guard is tried
-_LARGEST_OFFSET = 16  # rows of a table of positions before that of the first token
+_LONGER, _SHORTER = 64, 4  # a guard is tried on calls this many tokens longer and shorter
+_LARGEST_OFFSET = 16  # most rows of a position table before the first token's
 _NO_IDS = (
     "this graph is given no token ids: torch.compile broke the model's forward into several graphs, of which it is one, or the call passes "
     "none. A paged batch needs all of forward in one graph; torch.compile(model, backend='paged_attn', fullgraph=True) says where it breaks"
 )
-_NO_TOKENS = ("position_ids", "attention_mask", "token_type_ids", "labels")  # tables [batch, T] of other things
+_NO_TOKENS = ("position_ids", "attention_mask", "token_type_ids", "labels")  # inputs [batch, T] that are not token ids
 
 
 Values = dict[fx.Node, Any]  # by placeholder: the real tensor, or number, that the traced call was given

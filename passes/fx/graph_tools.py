@@ -24,7 +24,7 @@ _INPLACE_FUNCTIONS = {
     operator.iand, operator.ior, operator.ixor, operator.ipow, operator.imatmul,
 }  # fmt: skip
 _COPY_OF = "copy_of"
-TRACED_DTYPE = "traced_dtype"  # in the meta of a graph from disk
+TRACED_DTYPE = "traced_dtype"  # key in a node's meta, for graphs from disk
 _OF_MODULE = re.compile(r"L\['(self|model)'\]|L\['args'\]\[0\]\.(?!(size|stride|storage_offset)\()")
 LINEARS = (F.linear, torch.ops.aten.linear.default)
 _SIDE_EFFECTS = {"manual_seed", "_assert", "_assert_async", "_set_grad_enabled"}

@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 from paged_attn.passes.fx.graph_tools import op_name
 
-LARGEST_SHOWN = 20  # a number up to this size shows on the probes as it is
-NO_LIMIT = 1 << 40  # finfo.min, inf, and the end of an open slice
+LARGEST_SHOWN = 20  # numbers up to this size show on the probes unscaled
+NO_LIMIT = 1 << 40  # stands for finfo.min, inf, and the end of an open slice
 HIDES = -9984.0  # an additive mask hides at and below this: -1e4 as bfloat16 has it
 SMALL_TENSOR = 32  # a tensor of so few elements holds parameters of the mask rather than a table of positions
 

@@ -25,7 +25,7 @@ _INDEXED_BY = {"index_select": 2, "gather": 2, "index_add_": 2, "index_copy_": 2
                "index_add": 2, "scatter": 2, "scatter_add": 2}  # fmt: skip
 _ARITHMETIC = {"add", "sub", "mul", "div", "truediv", "pow", "floordiv", "floor_divide", "true_divide", "remainder", "mod", "rsub", "iadd",
                "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "pow_", "maximum", "minimum", "clamp"}  # fmt: skip
-UNDEFINED = {"empty", "empty_like", "new_empty", "empty_strided"}  # results that are nothing until they are written
+UNDEFINED = {"empty", "empty_like", "new_empty", "empty_strided"}  # uninitialized until written
 
 
 def read_inputs(node: fx.Node) -> list[fx.Node]:

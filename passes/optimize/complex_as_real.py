@@ -138,7 +138,7 @@ _MAKERS: dict[str, Callable[..., _Parts | fx.Node]] = {
     "conj": _conjugate,
     "view_as_real": _to_pairs,
 }
-_OF_COMPLEX = {"mul", "conj", "view_as_real"}  # the others make complex numbers of real ones
+_OF_COMPLEX = {"mul", "conj", "view_as_real"}  # these take complex numbers; the others make them from real ones
 
 
 def _name(node: fx.Node) -> str:

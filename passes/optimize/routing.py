@@ -41,7 +41,7 @@ logger = logging.getLogger("paged_attn")
 MOST_NODES = 80  # in a region
 ROWS = (23, 8)  # in each probe
 SPREADS = (1.0, 8.0, 0.02)  # spreads of the probes' logits; the last leaves ties in 16 bits
-ROUNDINGS = 4  # that a weight may be off by, of the type that it is in
+ROUNDINGS = 4  # allowed error of a weight, in roundings of its dtype
 _PRODUCTS = (F.linear, LINEAR)
 
 

@@ -30,7 +30,7 @@ _MOVES = {
 _JOINS = {"cat", "concat", "concatenate"}
 MAX_NODES = 64
 MOST_PARTS = 8
-LEAST_WIDTH = 8  # neighbours at least that a kernel reads together
+LEAST_WIDTH = 8  # least adjacent elements that a kernel reads together
 
 
 def read_columns_in_place(graph: fx.Graph, form: CallForm) -> int:

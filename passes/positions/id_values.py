@@ -22,8 +22,8 @@ from paged_attn.passes.fx.token_data import lookup_of, read_inputs, token_axis
 from paged_attn.passes.positions.row_probe import RowProbe
 
 WIDEST = 64  # numbers that an id becomes: its embedding, its column of ones and zeros are taken to be its own
-FLAGS = 4  # numbers of an id that a table of the model may say of it
-DEFAULT_IDS = 4096  # where no table of embeddings says how many there are
+FLAGS = 4  # a table with at most this many numbers per id holds flags, not embeddings
+DEFAULT_IDS = 4096  # if no embedding table says how many ids there are
 
 
 def check_id_values(graph: fx.Graph, form: CallForm, values: Values) -> None:

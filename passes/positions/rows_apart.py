@@ -28,7 +28,7 @@ from paged_attn.passes.fx.token_data import read_inputs, token_axis
 logger = logging.getLogger("paged_attn")
 
 FEWEST, TOKENS, MOST_TOKENS = 7, 37, 601
-WORK = {"cpu": 1 << 31, "cuda": 1 << 43}  # products of two numbers in each of the two runs
+WORK = {"cpu": 1 << 31, "cuda": 1 << 43}  # multiplications in each of the two runs
 MOVED = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative to the largest value: where experts are added up, rows may round differently
 MOVED_16_BIT = 2e-2
 _COUNTED = (BATCH_POSITIONS, REQUEST_LENGTHS)

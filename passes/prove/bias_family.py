@@ -16,7 +16,7 @@ from paged_attn.passes.prove.mask_family import BoolMatrix
 
 FloatArray = npt.NDArray[np.float64]
 BiasIndex = Literal["distance", "key"]
-RELATIVE_TOLERANCE = 2e-6  # a float32 bias, rounded once or twice
+RELATIVE_TOLERANCE = 2e-6  # one or two roundings of a float32 bias
 
 
 @dataclass(frozen=True)

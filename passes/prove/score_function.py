@@ -26,11 +26,11 @@ from paged_attn.passes.prove.bias_family import FloatArray
 from paged_attn.passes.prove.score_subgraph import MixesHeads, OtherWeights, needed_for_values, placeholder_value, score_path, zeros_for
 
 TOKENS, MORE_TOKENS = 11, 609
-MOST_SCORES = 1 << 22  # numbers
+MOST_SCORES = 1 << 22  # elements
 EXACT, ROUNDED = 2e-5, 2e-2  # relative to the largest value; ROUNDED where the graph computes scores or weights in 16 bits
 SATURATED = 1e7
 FAR, FAR_IN_LOGARITHMS = 50.0, 30.0  # the largest products, and scores where these are read off weights: exp() of more is 0 or infinite
-ALIKE = 1e-3  # weights and sinks of the same rows, computed otherwise
+ALIKE = 1e-3  # tolerance between weights and sinks of the same rows, computed in two ways
 NOTHING = 4e-6  # weight that counts as zero in a row
 HIDDEN = -1e30
 

@@ -18,7 +18,7 @@ from paged_attn.passes.fx.graph_tools import argument_of, as_traced, depends_on,
 from paged_attn.passes.fx.slicing import operation_limit
 from paged_attn.passes.recompute.region import RecomputeRegion
 
-SHORT, MORE = 17, 12  # tokens of the probes
+SHORT, MORE = 17, 12  # tokens of the short probe; tokens added after the last compared beginning
 LONG = (61, 130, 197, 261)  # and of a module that is not looked into, which may join many tokens at once
 FEW = 5  # stands for the number of tokens that a sparse attention chooses, where that is more than the probes have
 

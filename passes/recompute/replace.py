@@ -31,7 +31,7 @@ from paged_attn.passes.replace.attention import use_output
 
 logger = logging.getLogger("paged_attn")
 aten = torch.ops.aten
-ALIGNMENT = 8  # elements: K of later layers starts where kernels can load it
+ALIGNMENT = 8  # elements: later layers' K starts where kernels can load it
 
 
 class RecomputeReplacer:

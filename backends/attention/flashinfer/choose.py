@@ -15,7 +15,7 @@ from paged_attn.backends.attention.flashinfer.kinds import Kind
 PrefillKernel = Literal["fa2", "fa3"]
 PrefillChoice = Literal["auto", "fa2", "fa3"]
 DECODE_GROUPS = frozenset({1, 2, 3, 4, 8})  # the CUDA-core kernel has no other ("Unsupported group_size: 7", flashinfer#996)
-TENSOR_CORE_GROUP = 4  # from here on tensor cores win
+TENSOR_CORE_GROUP = 4  # query heads per KV head from which tensor cores are faster
 FA3_TILE = {64: 192}  # queries per tile by head dim; 128 otherwise
 FA2_BLOCKS_PER_SM = 2
 CASCADE_REQUESTS, CASCADE_TOKENS = 16, 1024

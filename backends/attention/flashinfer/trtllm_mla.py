@@ -21,7 +21,7 @@ from paged_attn.backends.attention.flashinfer.trtllm import TrtllmBackend
 from paged_attn.backends.needs import FLASHINFER
 
 DTYPES = frozenset({torch.bfloat16})
-BLOCK = 128  # tokens
+BLOCK = 128  # tokens; the page table is padded to blocks of this many
 KEY_DIMS = {512: 128, 256: 64}  # by rank: the width of the models' keys for which FlashInfer lists it
 
 

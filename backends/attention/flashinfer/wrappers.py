@@ -18,7 +18,7 @@ logger = logging.getLogger("paged_attn")
 
 MIN_WORKSPACE = 128 << 20
 SLOTS = 3  # steps that the host may be ahead of the device before it waits
-SECONDS = {"decode": 25, "fa3": 94}  # to compile, measured on the H200 host
+SECONDS = {"decode": 25, "fa3": 94}  # compile times measured on the H200 host
 _announced: set[tuple[str, tuple[str, ...]]] = set()
 
 

@@ -97,7 +97,7 @@ def _rows(batch: Batch, requests: Sequence[int], at: Tensor) -> slice | Tensor:
     return slice(starts[requests[0]], starts[requests[-1] + 1])
 
 
-CAUSAL, WHOLE = 0, 1  # layers of the pool, with the same keys and values
+CAUSAL, WHOLE = 0, 1  # indices of two layers over the same keys and values
 
 
 @dataclass(frozen=True)

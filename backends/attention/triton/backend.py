@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
-SHORTEST_SMALL = 256  # tokens of each request
+SHORTEST_SMALL = 256  # least tokens of each request
 
 
 class TritonBackend(AttentionBackend):

@@ -12,7 +12,7 @@ from paged_attn.backends.attention.triton.tiling import tiling
 from paged_attn.backends.attention.triton.work_partition import PartitionKind, num_parts, partial_rows
 from paged_attn.backends.machine import Machine
 
-LONGEST = 131_072  # tokens of a request, where the model has no limit
+LONGEST = 131_072  # tokens of a request, if the model sets no limit
 SHARE = 0.03  # of the GPU's memory; KV takes four fifths of what weights and graphs leave
 LEAST_TOKENS = 256
 

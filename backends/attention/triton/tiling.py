@@ -33,7 +33,7 @@ from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.machine import Machine, power_of_2
 
 RowsKind = Literal["one", "together", "more", "all"]
-TOGETHER = 16  # requests, from which on tiles have several
+TOGETHER = 16  # requests from which tiles may hold several of them
 HOPPER_BYTES = 224 << 10  # shared memory for tiles: 227 KiB minus layout conversions and barriers
 
 

@@ -20,7 +20,7 @@ from paged_attn.backends.needs import HALF, SGL_KERNEL, TRITON, Needs, Requireme
 
 # Of sgl_kernel's functions, each of rows [gate, up], by our activations.
 GATES = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_tanh_and_mul"}
-ALIGNMENT = 16  # bytes, of a row
+ALIGNMENT = 16  # bytes per row must be a multiple of this
 SMALLEST_BLOCK = 16  # rows of one expert
 SCRATCH = 1 << 20  # bytes; 132 persistent programs keep a descriptor of 128 bytes each for every tensor that they write by TMA
 

@@ -18,8 +18,8 @@ from paged_attn.backends.experts.triton.hopper import BLOCK, hopper_products
 from paged_attn.backends.experts.triton.sort_kernel import count_pairs, sort_few_pairs, sort_pairs
 from paged_attn.backends.machine import Machine, early_start, machine_of
 
-SORTED_AT_ONCE = 128  # pairs of a program
-ONE_PROGRAM = 1024  # pairs: so many are sorted by one launch of one
+SORTED_AT_ONCE = 128  # pairs per program
+ONE_PROGRAM = 1024  # up to this many pairs, a single program sorts them in one launch
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from paged_attn.backends.compiling.compile_job import Boxes
 from paged_attn.backends.experts.triton.arguments import constants_of
 from paged_attn.backends.machine import machine_of
 
-BLOCK = 128  # pairs of a tile
+BLOCK = 128  # pairs per tile
 COLUMNS, DEPTH = 256, 64
 STAGES = 4
 FEWEST_PAIRS = 24  # that an expert gets on average: with fewer the general kernels' small tiles are faster

@@ -24,7 +24,7 @@ from paged_attn.backends.attention.triton.hopper.consumer import thread_barrier
 from paged_attn.backends.attention.triton.hopper.parts import copy_layout
 from paged_attn.backends.experts.triton.gate import activated, gated
 
-HALF = gl.constexpr(64)  # pairs of a consumer
+HALF = gl.constexpr(64)  # pairs per consumer warpgroup
 COLUMNS = gl.constexpr(256)  # rows of the weight, which are columns of the product
 DEPTH = gl.constexpr(64)
 

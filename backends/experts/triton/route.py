@@ -12,7 +12,7 @@ from paged_attn.backends.experts.triton.route_kernel import route_kernel
 from paged_attn.backends.machine import early_start
 from paged_attn.backends.unit_stride import unit_last
 
-MOST_EXPERTS = 1024  # that a program holds
+MOST_EXPERTS = 1024  # most experts that one program can hold
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:

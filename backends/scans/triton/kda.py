@@ -14,7 +14,7 @@ from paged_attn.backends.compiling.compile_ahead import launch
 from paged_attn.backends.scans.triton.kda_kernel import scan_by_channel, solve_by_channel, sum_decays
 from paged_attn.backends.scans.triton.prompts import MOST, sizes
 
-PART = 16  # tokens between which decays are differences
+PART = 16  # tokens within which decays are taken as differences
 
 
 def kda(

@@ -15,13 +15,13 @@ from paged_attn.backends.compiling.compile_ahead import launch
 from paged_attn.backends.scans.triton.prompts_kernel import scan_channels, scan_chunks, solve_chunks
 
 MOST = 256  # largest state dimension that a program holds whole
-CHUNK = 32  # tokens, which are solved one after another
+CHUNK = 32  # tokens, solved one after the other
 WIDE_CHUNK = 16  # where products are of float32, which takes twice the registers
 WIDE_COLUMNS = 32  # columns of a state per program, where products are in float32
 COLUMNS = 64  # Trap: of 16 bits not fewer: on Hopper, Triton 3.6 multiplies matrices of 16 and 32 columns
 # wrongly, or reads past its shared memory (triton#11366); tests/gpu/test_scans.py has the widths that showed it
 TOKENS = 32  # Mamba-1 tokens that are combined at once
-NUMBERS = 2048  # decays of tokens, channels and states that a program holds
+NUMBERS = 2048  # (token, channel, state) decays per program
 
 NARROW = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # operands of products; sums and states are float32
 

@@ -17,7 +17,7 @@ from paged_attn.bench.workloads import Prompts
 
 CPU_PAGE = 32
 WAIT_SECONDS = 1.0
-NO_TOKEN = -1  # as the end token: none ends a request
+NO_TOKEN = -1  # as the end token: no request ends early
 
 
 def start(job: Job) -> HFBatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paged_attn.chat.formats.tool_format import SPACE, Call, Taken, ToolFormat, as_json
 from paged_attn.chat.parts import Content, Part, ToolCall
 
-EAGER = 4096  # characters that may be a call, up to which each piece is a reason to look again
+EAGER = 4096  # up to this many characters of a possible call, each new piece is parsed again
 GROWTH = 17 / 16  # beyond that they are looked at when they have grown so much, which costs time in proportion to the length
 
 

@@ -11,7 +11,7 @@ from paged_attn.chat.formats.tool_format import Mark, Taken, ToolFormat
 HARMONY = "harmony"
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDINGS = ("<|end|>", "<|call|>", "<|return|>")
-FUNCTIONS = "functions."  # in front of the names of a caller's tools
+FUNCTIONS = "functions."  # prefix of the names of the caller's tools
 FINAL = f"{CHANNEL}final{MESSAGE}"
 
 

@@ -7,7 +7,7 @@ import json
 from paged_attn.chat.formats.tool_format import Mark, Taken, ToolFormat, calls_of, json_calls_grammar, load_json, repeated
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
-MAX_CLOSINGS = 64  # that may stand in strings of one call
+MAX_CLOSINGS = 64  # closing tags that may occur in the strings of one call
 
 
 class HermesFormat(ToolFormat):

@@ -20,7 +20,7 @@ from paged_attn.chat.formats.tool_format import (
 )
 
 OPENING, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-ID_LENGTH = 9  # Mistral's templates refuse any other
+ID_LENGTH = 9  # Mistral's templates refuse other lengths
 _HEAD = re.compile(rf"{re.escape(OPENING)}\s*([\w.-]+)(?:{re.escape(CALL_ID)}\w+)?(?:{re.escape(ARGS)})?\s*(?=\{{)")
 
 

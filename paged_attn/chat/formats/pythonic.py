@@ -7,7 +7,7 @@ import ast
 from paged_attn.chat.formats.tool_format import Call, Taken, ToolFormat, as_text
 
 START, END = "<|python_start|>", "<|python_end|>"
-MAX_LENGTH, MAX_DEPTH = 64 << 10, 50  # characters of all calls, and brackets in each other
+MAX_LENGTH, MAX_DEPTH = 64 << 10, 50  # characters of all calls, and nesting of brackets
 
 
 class PythonicFormat(ToolFormat):

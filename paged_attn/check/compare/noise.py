@@ -20,7 +20,7 @@ from paged_attn.check.runs.steps import LONGEST
 from paged_attn.check.runs.truth import OtherRun, Truth
 from paged_attn.tolerances import MULTIPLE, OTHERWISE, QUANTISED, rounding, typical
 
-FEW = (2, 3)  # tokens, for which kernels of quantised products may take another way than for many
+FEW = (2, 3)  # so few tokens that kernels of quantised products may take another path
 
 
 class Noise:

@@ -26,10 +26,10 @@ from paged_attn.tolerances import MULTIPLE, row_errors
 
 TRIES, UNITS = 32, (1.0, 4.0, 2.0, 4.0)  # runs, and by how much their numbers are moved: more of them falls more of the ties otherwise
 MORE = 64  # runs for rows that rounding moves far in some of them only: a peaked router's numbers are few in 16 bits
-UNEVEN = 1.5  # times as far as usual
-ENOUGH = 4  # runs that say how far rounding moves a row
-FARTHEST = 2  # times as far as in the farthest of them
-EVERY = 8  # runs, exchanges are tried between what they chose
+UNEVEN = 1.5  # rounding is uneven if its largest effect exceeds its usual one by this factor
+ENOUGH = 4  # runs needed to tell how far rounding moves a row
+FARTHEST = 2  # factor on the farthest of those runs
+EVERY = 8  # after this many runs, exchanges between their choices are tried
 BACK = 4  # choices before a row: what it is made of is one of them, as groups of experts and experts in them are
 
 

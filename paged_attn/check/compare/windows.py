@@ -30,7 +30,7 @@ from paged_attn.passes.report import LayerReport
 from paged_attn.tolerances import MULTIPLE, row_errors
 
 logger = logging.getLogger("paged_attn")
-BEYOND = 9  # tokens behind the end of a window or chunk
+BEYOND = 9  # tokens beyond the end of a window or chunk
 MOST_SCORE_BYTES = 4 << 30  # for the model's scores [heads, T, T] in float32
 MOST_CPU_OPERATIONS = 1e12  # a few seconds on two cores
 

@@ -19,17 +19,17 @@ from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import runner_of
 
 MOST_RARE = 8
-NARROW = 8  # numbers a token; a wider table tells every id from the others
+NARROW = 8  # elements per token; a wider table distinguishes every id
 USUAL = 0.9  # share of equal rows that makes the others rare
-FEWEST = 32  # ids; smaller tables are drawn whole
+FEWEST = 32  # ids; of smaller tables all ids are used
 
 if TYPE_CHECKING:
     from paged_attn.parallel.ranks import Ranks
 
 LENGTHS = (5, 24, 13)
 IN_FRONT, IN_FRONT_ON_GPU = 256, 1024  # tokens of another request before the first prompt
-BETWEEN = 64  # before the next one, and behind the last
-SHORTEST, LONGEST = 0, 1  # their indices
+BETWEEN = 64  # tokens between the prompts, and after the last
+SHORTEST, LONGEST = 0, 1  # indices of these prompts
 PAGE_SIZE = 4
 ON_ANOTHER_RANK = "self-check failed on another rank of this sharded model, whose message says where. Nothing was generated."
 

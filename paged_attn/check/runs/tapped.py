@@ -17,7 +17,7 @@ Visit = Callable[[str, Tensor], Tensor]
 _NARROW_METHODS = ("half", "bfloat16", "float")
 _TORCH_NAMESPACES = ("aten", "prims", "higher_order")
 _NARROW_ONLY = ("_grouped_mm", "grouped_mm", "_scaled_mm", "scaled_mm", "scaled_grouped_mm", "_scaled_grouped_mm")
-_NOT_IN_WIDE = (RuntimeError, TypeError, NotImplementedError)  # how torch says that an operation has no form for these dtypes
+_NOT_IN_WIDE = (RuntimeError, TypeError, NotImplementedError)  # raised by torch if an operation does not support these dtypes
 
 
 def unchanged(_: object, value: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from paged_attn.check.runs.boundaries import Boundary
 from paged_attn.check.runs.served import AS_IT_IS, HowToRun, Original
 from paged_attn.tolerances import row_errors, row_lengths, typical
 
-LOGITS = "the logits"  # the name under which what the graph returns is compared, beside the nodes
+LOGITS = "the logits"  # name of the graph's output in comparisons
 UNRELATED = 0.5  # more than what most rows are off by whatever rounding does; rows of other tokens are off by 1.4
 
 

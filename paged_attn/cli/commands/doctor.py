@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paged_attn.backends.selection.packages import OptionalPackage
 
 HELP = "check this installation"
-IMPORT_SECONDS, SMOKE_SECONDS = 120, 600  # the second holds what a backend compiles on first use
+IMPORT_SECONDS, SMOKE_SECONDS = 120, 600  # the second includes what a backend compiles on first use
 
 
 @dataclass(frozen=True)

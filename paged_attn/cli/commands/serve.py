@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paged_attn.engine.llm import LLM
 
 HELP = "serve a model over HTTP with OpenAI's routes"
-LORAS = 8  # room for adapters where some may come and --max-loras is not given
+LORAS = 8  # default --max-loras if adapters may come
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 
 

@@ -26,7 +26,7 @@ _WITHOUT_EFFECT = frozenset({
     "exclude_modules", "lora_dropout", "fan_in_fan_out", "layers_to_transform", "layers_pattern", "rank_pattern", "megatron_config",
     "megatron_core", "loftq_config", "eva_config", "qalora_group_size", "ensure_weight_tying",
 })  # fmt: skip
-_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the model's own weights when peft loads them
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # with any other value, peft changes the model's own weights on load
 _FACTOR = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight$")
 _CARRIED = re.compile(r"^(?:base_model\.model\.)?(.+?)(?:\.base_layer)?\.(weight|bias)$")
 

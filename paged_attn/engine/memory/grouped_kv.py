@@ -23,7 +23,7 @@ from paged_attn.engine.requests.request import Request
 from paged_attn.engine.requests.request_rows import RequestRows
 
 IDS_PER_FRAME = 8  # for models in which every layer frees frames: a page may have no frame left
-SLACK = 32  # one of so many pages is freed at least, so that the next few steps need not look for more
+SLACK = 32  # at least 1/32 of the pages is freed at a time, so that the next steps need not search again
 MAX_UNCONFIRMED = 2  # tokens by which `num_cached` may be ahead of what the host knows
 
 

@@ -12,9 +12,9 @@ from paged_attn.engine.memory.radix_cache import RadixCache
 from paged_attn.engine.memory.radix_node import RadixNode
 
 NO_SLOT = 0
-SHARED = 2  # locks of a node in whose prefix several requests run
+SHARED = 2  # locks from which on a node's prefix counts as used by several requests
 MIN_FORK = 16  # tokens that a state at a fork must save to be worth a snapshot
-SHARE = 8  # one prompt leaves at most one of so many slots for snapshots at regular distances
+SHARE = 8  # one prompt uses at most 1/8 of the slots for snapshots at regular distances
 
 
 class SnapshotPoints:

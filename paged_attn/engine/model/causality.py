@@ -16,7 +16,7 @@ from paged_attn.engine.model.rows_of_logits import gives_last_alone, rows_of_log
 from paged_attn.passes.fx.model_facts import max_positions, model_device, model_dtype
 from paged_attn.tolerances import LOGITS, LOGITS_16_BIT, row_errors, typical
 
-SEEDS, MORE, MOST_MORE = 3, 24, 256  # tokens behind the first row that is compared
+SEEDS, MORE, MOST_MORE = 3, 24, 256  # seeds tried; tokens added after the first compared row, and at most
 SHORT, LONGEST_BRANCH = (1, 2, 3, 17, 61, 257), 1024
 OF_ALL_TOKENS = (
     "something is computed from all tokens of a call at once, such as a factor made of their number, or the scale of numbers that are "

@@ -9,8 +9,8 @@ from paged_attn.shown import shown
 
 REPLACEMENT = "\ufffd"
 MAX_INCOMPLETE = 3  # a cut-off UTF-8 character decodes to one U+FFFD (byte-level) or one per byte (byte fallback)
-MAX_WINDOW = 32  # tokens without one clean boundary: invalid UTF-8, so the window is cut anyway
-CUT_WINDOW = 12  # enough bytes for a UTF-8 decoder to find its feet again
+MAX_WINDOW = 32  # tokens without a clean boundary (invalid UTF-8), after which the window is cut anyway
+CUT_WINDOW = 12  # tokens kept; enough bytes for a UTF-8 decoder to resynchronize
 
 
 class TokenDecoder(Protocol):

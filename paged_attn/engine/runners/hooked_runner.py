@@ -34,7 +34,7 @@ from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.tolerances import logits_apart
 
 PROBE_ROWS = 24
-LOGITS_ROWS = [3, 0, 3, 23]  # out of order and twice: no slice can be meant
+LOGITS_ROWS = [3, 0, 3, 23]  # out of order and repeated, so that no slice gives the same rows
 
 
 class HookedRunner:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.requests.request_rows import RequestRows
 
-COMPARED_PAGES = (0, 4, 16, 64, 256, 1024)  # requests with the same page here have all pages before it in common, too
+COMPARED_PAGES = (0, 4, 16, 64, 256, 1024)  # requests with the same page at one of these indices share all pages before it
 
 
 class RunningSet:

@@ -9,7 +9,7 @@ from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.scheduling.step_plan import StepPlan
 
-MAX_WAITS = 3  # times that a request is held back at most, whatever becomes of those it waits for
+MAX_WAITS = 3  # most times that a request is held back, whatever happens to those it waits for
 
 
 class SharedPrefills:

@@ -11,9 +11,9 @@ from torch import nn
 
 from paged_attn.passes.fx.model_facts import model_device
 
-SMALL = 100_000_000  # parameters
+SMALL = 100_000_000  # parameters of a small model
 RETRY = 50  # another number is tried again when this many times its seconds were spent with the best one: 2 % at most are lost
-LATEST = 0.4  # weight of the latest step in the seconds of the best number
+LATEST = 0.4  # weight of the latest step in the moving average for the best thread count
 
 
 class ThreadChoice:

@@ -28,9 +28,9 @@ from paged_attn.parallel.own_experts import OwnExperts, WholeExperts, own_expert
 from paged_attn.passes.fx.row_layout import MISFITS
 
 logger = logging.getLogger("paged_attn")
-NOT_EXPERTS = (*MISFITS, AssertionError, AttributeError, KeyError)  # what a module raises that takes something else
+NOT_EXPERTS = (*MISFITS, AssertionError, AttributeError, KeyError)  # errors from a module that takes other arguments
 ROWS = 24  # in each proof, plus one per expert
-CHOSEN = 4  # experts of a token, where nobody says how many
+CHOSEN = 4  # experts per token, if the model does not say
 ALLOWED = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 0.03, torch.float16: 0.004}  # error relative to the norm of the row
 
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from paged_attn.passes.optimize.linears.mergeable_weights import Memory, is_ordinary_parameter, lie_in_a_row
 
 FLAGS = ("has_gate", "has_bias", "is_transposed")
-OTHER_KINDS = ("has_post_expert_norm",)  # newer than transformers 5.17
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # that backends compute experts in
+OTHER_KINDS = ("has_post_expert_norm",)  # flag added after transformers 5.17
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # dtypes that backends compute experts in
 Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # w1 [E, n, H], w2 [E, H, I], b1 [E, n] and b2 [E, H]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-LENGTHS = (5, 8)  # tokens of the calls that are watched
+LENGTHS = (5, 8)  # tokens of the watched calls
 Seen = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 
 

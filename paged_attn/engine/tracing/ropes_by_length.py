@@ -26,7 +26,7 @@ from paged_attn.calling.replaced_forward import replaced_forward
 logger = logging.getLogger("paged_attn")
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 ORIGINAL = "original_max_position_embeddings"
-SHORTEST = 5  # tokens of a call that is compared, besides those at the border
+SHORTEST = 5  # tokens of the compared call, besides those at the border
 
 
 @dataclass(frozen=True)

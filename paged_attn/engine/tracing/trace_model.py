@@ -52,7 +52,7 @@ logger = logging.getLogger("paged_attn")
 TRACE_TOKENS = 6
 NONE: Mapping[str, AllTokensCall] = types.MappingProxyType({})
 LONGEST_TRACE = 1 << 20
-LONGEST_TRIED = 4096  # tokens of a call that is made to see whether the model runs it, and for nothing else
+LONGEST_TRIED = 4096  # tokens of a call that only checks whether the model can run it
 
 
 class _Captured(Exception):

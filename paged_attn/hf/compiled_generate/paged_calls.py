@@ -31,7 +31,7 @@ from paged_attn.interrupts import held_back
 
 logger = logging.getLogger("paged_attn")
 _MOVED = "_paged_attn_moved"  # attribute that marks a DynamicCache replaced by a RaggedCache
-MOST_REFUSED = 3  # engines that are tried for a model that changes, and is refused each time
+MOST_REFUSED = 3  # engines tried for a model that keeps changing and is refused each time
 
 
 class LastingRefusalError(UnsupportedError):

@@ -16,7 +16,7 @@ from paged_attn.hf.cache_name import CACHE_NAMES
 
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 ON_PAGES = "model.generate(..., past_key_values=paged_attn.PagedCache(model)) does (docs/generate.md)"
-_MORE_OUTPUTS = ("output_attentions", "output_hidden_states")  # which transformers leaves out, too, unless a dictionary is returned
+_MORE_OUTPUTS = ("output_attentions", "output_hidden_states")  # transformers also ignores these unless a dictionary is returned
 CALLED_BY_ITSELF = (
     "paged_attn.generate is for transformers: call model.generate(..., custom_generate=paged_attn.generate); for prompts alone there is "
     "paged_attn.LLM(model, tokenizer=...).generate(prompts)"

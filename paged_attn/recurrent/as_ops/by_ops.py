@@ -34,9 +34,9 @@ logger = logging.getLogger("paged_attn")
 # New tokens of each request in each step: prompts of several chunks, first tokens, going on from a state, decoding rows.
 STEPS = ((66, 1, 3, 0), (1, 9, 2, 1), (1, 1, 1, 1), (2, 1, 0, 5))
 SLOTS = (3, 1, 5, 2)
-KEPT = {0: (StateCheckpoint(63, 4),)}  # by step, of its first request: on the way, inside a chunk
+KEPT = {0: (StateCheckpoint(63, 4),)}  # checkpoints of each step's first request: one inside a chunk
 PADDING, PAGE = 2, 4096
-_INDICES = ("layer_idx", "layer_id")  # which of its kind a layer is
+_INDICES = ("layer_idx", "layer_id")  # attributes that number a layer
 
 
 @part("prove recurrent ops")

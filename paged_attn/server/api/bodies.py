@@ -30,9 +30,9 @@ from paged_attn.shown import shown
 from paged_attn.truncation import Cut, checked_truncation
 
 MAX_LOGPROBS = 20
-MAX_SCORES = 1 << 18  # log-probabilities of prompts in one answer: as many as 131,072 tokens have with logprobs=1
+MAX_SCORES = 1 << 18  # prompt log-probabilities in one answer: 131,072 tokens with logprobs=1
 MAX_DIGITS = 12
-MAX_N = 128  # OpenAI's
+MAX_N = 128  # OpenAI's limit
 MAX_TOP_K = 2**31 - 1  # above any vocabulary
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}

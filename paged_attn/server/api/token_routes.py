@@ -21,7 +21,7 @@ from paged_attn.server.http.error_forms import MESSAGES
 from paged_attn.server.http.errors import ERRORS, ApiError
 
 router = APIRouter(responses=ERRORS)
-MAX_TOKENS = 1 << 18  # to be made a text in one request
+MAX_TOKENS = 1 << 18  # detokenized in one request
 Tokens = Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True), at_most(MAX_TOKENS, "ids")]
 
 

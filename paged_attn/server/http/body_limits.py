@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from paged_attn.server.http.errors import ApiError
 
-SMALL = 64 << 10  # bodies up to this size always find room: connections are limited, too
-MAX_VALUES = 1 << 20  # a prompt of a million token ids
+SMALL = 64 << 10  # bytes; smaller bodies always fit, because connections are limited too
+MAX_VALUES = 1 << 20  # enough for a prompt of a million token ids
 MAX_DEPTH = 100
 _QUOTE, _OPEN, _CLOSE, _COMMA, _BACKSLASH, _ZERO = range(1, 7)
 _KINDS = np.zeros(256, np.int8)

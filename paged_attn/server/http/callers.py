@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from paged_attn.server.http.errors import ApiError
 from paged_attn.server.settings import ServerSettings
 
-MAX_IDLE = 10_000  # tenants whose rate is remembered: on an open server each address is one
+MAX_IDLE = 10_000  # tenants whose rate is remembered; on an open server each address is a tenant
 
 
 @dataclass(frozen=True)

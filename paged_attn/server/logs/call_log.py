@@ -17,7 +17,7 @@ from paged_attn.server.logs.line_writer import LineWriter
 from paged_attn.server.logs.tracing import Tracing
 
 logger = logging.getLogger("paged_attn")
-QUIET = ("/health", "/metrics")  # asked every few seconds
+QUIET = ("/health", "/metrics")  # polled every few seconds
 
 
 class CallLog:

@@ -18,7 +18,7 @@ from paged_attn.passes.optimize.logits_gather.row_region import RowRegion
 
 aten = torch.ops.aten
 TOKENS, PICKED = 7, (5, 0, 5, 2)
-ROUNDING = 16  # units in the last place, of the largest result
+ROUNDING = 16  # units in the last place of the largest result
 _COPYING = {"view": "reshape", aten.view.default: aten.reshape.default}
 
 

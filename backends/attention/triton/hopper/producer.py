@@ -79,7 +79,7 @@ def produce(query, keys, values, page_table, seq_lens, query_start, work, q_tile
             KV_HEADS: gl.constexpr, GROUP: gl.constexpr, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
             ROWS: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr,
             BLOCK_N: gl.constexpr, STAGES: gl.constexpr, QUERY_TILES: gl.constexpr, ITEM_COST: gl.constexpr):  # fmt: skip
-    BEFORE_QUERIES: gl.constexpr = 1 if QUERY_TILES == 1 else 0  # blocks that are copied before an item's queries
+    BEFORE_QUERIES: gl.constexpr = 1 if QUERY_TILES == 1 else 0  # blocks copied before an item's queries
     # One thread finds one key's page; shared memory hands the address to the threads that copy its 16-byte parts.
     finders: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     offset = gl.arange(0, BLOCK_N, layout=finders)

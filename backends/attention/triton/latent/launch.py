@@ -22,7 +22,7 @@ from paged_attn.backends.unit_stride import unit_last
 
 _attend, _merge = FastKernel(attend_latent), FastKernel(merge_latent)
 
-FEW_ITEMS = 8  # which many programs merge
+FEW_ITEMS = 8  # up to this many items, several programs merge each row
 
 
 @dataclass

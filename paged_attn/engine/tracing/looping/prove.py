@@ -29,7 +29,7 @@ from paged_attn.engine.tracing.while_tracing import no_collections
 from paged_attn.hashing.code_files import executed_files
 
 TOKENS = (37, 53)  # rows of the two tapes; few other sizes are multiples of these
-MOST_TRIED = 24  # sites of one block
+MOST_TRIED = 24  # candidate sites per block
 SPREADS = (1.0, 8.0, 0.02)  # spreads of the logits; the last leaves ties in 16 bits
 ROWS = (24, 3)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 PLAIN = (int, float, str, type(None))
 PLAIN_TENSORS = (Tensor, nn.Parameter)
-FEWEST = 6  # alike layers that are worth it: two are traced anyway
+FEWEST = 6  # fewest equal layers that are worth it: two are traced anyway
 
 
 @dataclass(frozen=True)

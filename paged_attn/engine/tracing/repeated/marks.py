@@ -13,7 +13,7 @@ from paged_attn.attn_ops.ops.define import define_op
 from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.engine.tracing.repeated.find import AlikeLayers
 
-TRACED = 2  # layers of each group
+TRACED = 2  # layers traced in each group
 
 
 def _never(*_: object) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from paged_attn.engine.tracing.repeated.same_code import THROUGH_MARKS, NotAlike, expression_of, numbers_instead
 from paged_attn.passes.fx.graph_tools import sizes_of, source_name, storages_of, symbol, value_of
 
-NUMBERS = ("layer_id", "module_id")  # arguments of ops: which module of a model it is
+NUMBERS = ("layer_id", "module_id")  # op arguments that number a module of the model
 Instead = dict[fx.Node, fx.Node]
 
 

@@ -14,8 +14,8 @@ from paged_attn.server.api.fields.bounds import MAX_SCHEMA_TEXT, Closed, GuideTe
 from paged_attn.server.http.errors import ApiError
 from paged_attn.shown import shown
 
-MAX_CHOICES, MAX_CHOICE = 1024, 4096  # texts, and characters of each
-OLDER = "guided_"  # older releases of vLLM have fields of their own for it
+MAX_CHOICES, MAX_CHOICE = 1024, 4096  # number of texts, and characters of each
+OLDER = "guided_"  # prefix of the fields that older vLLM releases use for this
 Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), texts_at_most(MAX_CHOICES, MAX_CHOICE, "text")]
 
 

@@ -12,13 +12,13 @@ from paged_attn.chat.tools import MAX_TOOLS
 from paged_attn.engine.setting_names import OTHER_PARAM, SAME_PARAM
 from paged_attn.server.http.errors import ApiError, unknown_field
 
-MAX_NAME = 256  # characters: of a model, a role, a name
+MAX_NAME = 256  # characters of a model name, a role or any other name
 MAX_SALT = 4096
-MAX_STOPS, MAX_STOP = 64, 1024  # strings, and characters of each
+MAX_STOPS, MAX_STOP = 64, 1024  # number of strings, and characters of each
 MAX_STOP_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 1 << 18  # as many as the largest vocabularies have
 MAX_BIASES = 1024
-MAX_BAD_WORDS, MAX_BAD_WORD = 64, 256  # texts, and characters of each
+MAX_BAD_WORDS, MAX_BAD_WORD = 64, 256  # number of texts, and characters of each
 MAX_MESSAGES = 4096
 MAX_SETTINGS, MAX_SETTINGS_TEXT = 1024, 64 << 10  # chat_template_kwargs: number of values, characters in all
 MAX_SCHEMA_TEXT = 256 << 10
@@ -33,7 +33,7 @@ OTHER_FIELD = {
     "enable_thinking": 'use chat_template_kwargs={"enable_thinking": ...}',
     "thinking": "use chat_template_kwargs, as the template calls it",
 }
-MAX_COMPARED = 64  # characters of such a name
+MAX_COMPARED = 64  # longest name that is compared with known ones
 
 
 def within(low: float, high: float | None = None) -> dict[str, Any]:

@@ -42,7 +42,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 # What our answers, or OpenAI's client, put beside them; it changes nothing.
 BESIDE = ("type", "id", "status", "encrypted_content", "phase", "parsed_arguments")
-ROLES = {"developer": "system"}  # the newer name, which templates do not know
+ROLES = {"developer": "system"}  # the newer name of a role; templates know only the older one
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
