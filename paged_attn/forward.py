@@ -22,10 +22,10 @@ def forward_context(
 
     Args:
         batch: what this step runs; build it with the pool's page size.
-        pool: where K and V live; allocated for the model's layers.
-        backend: "auto", a registered name, two as "fa3,flashinfer" (prefill, decode), or a backend object (select once and reuse it).
-        deterministic: take only a batch-invariant backend. An object says so itself: make it with deterministic=True.
-        states: of a model with recurrent layers; the batch's requests name their slots.
+        pool: holds K and V; allocated for the model's layers.
+        backend: "auto", a registered name, two names as "fa3,flashinfer" (prefill, decode), or a backend object (select once and reuse it).
+        deterministic: use only a batch-invariant backend. A backend object must have been created with deterministic=True.
+        states: for a model with recurrent layers; the batch's requests name their slots.
 
     Raises:
         ValueError: an unknown backend name; or `deterministic` with an object that was not made so.

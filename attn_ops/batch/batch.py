@@ -39,18 +39,18 @@ class GroupTable(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """R requests in one row of T tokens; rows at and past `num_tokens` are padding.
+    """R requests in one row of T tokens; rows from `num_tokens` on are padding.
 
     Device tensors: input_ids, positions, slots [T] int64; page_table [R, max_pages] int32; seq_lens (tokens in cache after
     this step), query_lens (new tokens), state_slots (0: none), request_lens (all tokens, those of later steps included) [R] int32;
     query_start [R + 1] int32 (exclusive prefix sum of query_lens);
-    logits_rows [N] int64, the rows whose logits are wanted, of which the first `num_logits` are real.
+    logits_rows [N] int64, the rows whose logits are wanted; the first `num_logits` are real, the rest padding.
     A slot is `page * page_size + offset`; padding writes to slot 0, in the reserved page 0.
-    page_table_host mirrors the columns of page_table that this step fills, where the batch was built here; do not write to it.
-    lora_slots [T] and lora_logits_slots [N] int32, of each row and of each row of logits its adapter or -1, where the graph has adapters.
-    checkpoints: of requests by index, which of their recurrent states on the way are kept.
-    groups: of a pool with groups of layers, of each its own slots and tables; those of the first are the batch's. A table has page 0 where
-    a page was given back, as no query of the step sees its tokens.
+    page_table_host mirrors the columns of page_table that this step fills, if the batch was built by `build`; do not write to it.
+    lora_slots [T] and lora_logits_slots [N] int32: the adapter of each row and of each logits row, or -1; only if the graph has adapters.
+    checkpoints: by request index, the recurrent states to keep partway through the step.
+    groups: for a pool with groups of layers, each group's slots and tables; the first group's are the batch's too. A table has page 0 where
+    a page was freed because no query of the step sees its tokens.
     The last `num_dummies` requests are padding: token 0 at position 0 in slot 0, seq_len 1; `num_tokens` and `num_logits` count them.
     """
 
@@ -105,13 +105,13 @@ class Batch:
         shape: StepShape | None = None,
         buffers: StepBuffers | None = None,
     ) -> Batch:
-        """Lay the requests out in order. A GPU gets all of it in one copy, which nothing waits for.
+        """Lay the requests out in order. All tensors go to a GPU in one copy, which nothing waits for.
 
         Args:
-            device: of the tensors, unless there are buffers: then it is theirs.
+            device: of the tensors; with buffers, it is theirs.
             shape: pad to this; by default to MIN_ROWS rows and logits. With `shape.requests` every request must be a decode step
                 with one logit, dummies follow, and the batch decodes, even if it is dummies only.
-            buffers: where the tensors shall lie, at addresses that follow from the shape; the batch before this one is overwritten.
+            buffers: memory for the tensors, at addresses that depend only on the shape; the previous batch is overwritten.
                 With `shape.requests` page tables are rows of `buffers.page_tables`, all their columns.
 
         Raises:

@@ -16,20 +16,20 @@ from paged_attn.attn_ops.specs.latent import LatentSpec
 class KVPool:
     """`num_pages` pages of `page_size` tokens for every layer that owns KV; page 0 is reserved for padded rows.
 
-    A page holds, for each such layer, K [page_size, kv_heads, qk_head_dim] and then V [page_size, kv_heads, v_head_dim]; of a layer with a
+    A page holds, for each such layer, K [page_size, kv_heads, qk_head_dim] and then V [page_size, kv_heads, v_head_dim]; for a layer with a
     latent one row per token [page_size, 1, qk_head_dim], whose first v_head_dim elements are `value(i)`.
     `key(i)` and `value(i)` are views [num_pages, page_size, kv_heads, head_dim] with the page stride of the whole allocation.
-    With groups of layers a page holds those of any one group, so that layers of different groups lie in the same bytes of different pages.
+    With groups of layers a page holds the layers of one group, so layers of different groups use the same bytes of different pages.
 
     Args:
-        layers: one spec per attention layer, in layer-id order; none for a model that has recurrent layers only, whose pages hold nothing.
+        layers: one spec per attention layer, in layer-id order; none for a model with only recurrent layers, whose pages hold nothing.
         num_pages: page 0 included, so that `num_pages - 1` are usable.
-        dtype: KV element type; the model's by default choice of the caller.
+        dtype: KV element type; usually the model's.
         groups: layers with page tables of their own (`group_layers`); none: one table for all.
-        within: a pool whose memory and pages this one has, for some of its layers.
+        within: a pool whose memory and pages this one shares, for some of its layers.
 
     Attributes:
-        parts: of each group, a pool of its layers alone, counted from 0, in the same memory.
+        parts: for each group, a pool with only its layers, numbered from 0, in the same memory.
 
     Raises:
         ValueError: fewer than two pages, a page size below 1, or a layer that shares KV it cannot read.
@@ -80,7 +80,7 @@ class KVPool:
             self._keys, self._values = self._views()
 
     def release(self) -> None:
-        """Give the memory back, whoever still has views of it; nobody may touch them afterwards."""
+        """Free the memory even if views of it remain; they must not be used afterwards."""
         self.storage.untyped_storage().resize_(0)
 
     def _views(self) -> tuple[list[Tensor], list[Tensor]]:

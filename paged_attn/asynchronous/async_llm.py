@@ -43,20 +43,20 @@ STOP_SECONDS = 10.0
 
 
 class AsyncLLM:
-    """`LLM` for asyncio: one engine in a thread of its own, whose steps all coroutines share.
+    """`LLM` for asyncio: one engine in its own thread, whose steps all coroutines share.
 
     Args:
         model: and settings, as `LLM` takes them. The model is loaded before this returns.
-        max_queue: requests that may wait in the engine beyond those that run; more wait before it, in order, and cost next to nothing.
+        max_queue: requests that may wait in the engine, besides running ones; more wait in front of it, in order, at almost no cost.
 
     Raises:
         What `LLM` raises.
 
-    Leaving an `async for`, cancelling the task or closing the stream ends the requests, and their pages are free after the step that runs.
-    An error of one request ends the others of the same call, and no others. A step that raises ends the requests that were in it with a
+    Leaving an `async for`, cancelling the task or closing the stream ends the requests; their pages are freed after the running step.
+    An error in one request ends the others of the same call, and no others. A step that raises ends the requests that were in it with a
     `StepFailedError`.
 
-    For one event loop at a time, which `asyncio.run` may have made anew. To be closed: `await llm.close()`, or `async with`.
+    Use it in one event loop at a time (`asyncio.run` may create a new one). Close it with `await llm.close()` or `async with`.
     """
 
     def __init__(self, model: nn.Module | str | Path, *, max_queue: int = 1024, **settings: Any) -> None:
@@ -110,7 +110,7 @@ class AsyncLLM:
         namespace: Any = None,
         priority: int = 0,
     ) -> list[Completion]:
-        """As `LLM.generate`; meanwhile other coroutines run.
+        """Like `LLM.generate`; other coroutines run meanwhile.
 
         Raises:
             ValueError, TypeError, UnsupportedError: as `LLM.generate` does.
@@ -128,7 +128,7 @@ class AsyncLLM:
         namespace: Any = None,
         priority: int = 0,
     ) -> Stream[TokenEvent]:
-        """As `LLM.stream`, for `async for`: a TokenEvent for every new token. Prompts are checked at the first `anext`."""
+        """Like `LLM.stream`, for `async for`: a TokenEvent for every new token. Prompts are checked at the first `anext`."""
         chosen = one_of(params, sampling_params)
         return Stream(lambda tell: self._complete(prompts, chosen, lora, namespace, priority, tell))
 
@@ -144,7 +144,7 @@ class AsyncLLM:
         priority: int = 0,
         **settings: Any,
     ) -> list[ChatCompletion]:
-        """As `LLM.chat`, which says what may be given."""
+        """Like `LLM.chat`, with the same arguments."""
         return await self._chat(messages, one_of(params, sampling_params), lora, namespace, priority, settings, None)
 
     @tells_names("AsyncLLM.stream_chat", INTO_PARAMS | OTHER_CALL, CHAT_SETTINGS)
@@ -159,7 +159,7 @@ class AsyncLLM:
         priority: int = 0,
         **settings: Any,
     ) -> Stream[ChatEvent]:
-        """As `LLM.stream_chat`, for `async for`. Messages are checked at the first `anext`."""
+        """Like `LLM.stream_chat`, for `async for`. Messages are checked at the first `anext`."""
         chosen = one_of(params, sampling_params)
         return Stream(lambda tell: self._chat(messages, chosen, lora, namespace, priority, settings, tell))
 
@@ -174,7 +174,7 @@ class AsyncLLM:
         namespace: Any = None,
         priority: int = 0,
     ) -> list[PoolingOutput[EmbeddingValues]]:
-        """As `LLM.embed`; meanwhile other coroutines run. Raises what that raises, and ServingError as `generate` does."""
+        """Like `LLM.embed`; other coroutines run meanwhile. Raises the same errors, and ServingError as `generate` does."""
         engine = self.thread.refuse_unless_ready()
         plan = embed_plan(engine, as_list(prompts), pooling, normalize, dimensions).cut_to(truncate_prompt_tokens)
         return await self._pool(plan, namespace, priority)
@@ -182,7 +182,7 @@ class AsyncLLM:
     async def classify(
         self, prompts: Text | Sequence[Text], *, truncate_prompt_tokens: int | None = None, namespace: Any = None, priority: int = 0
     ) -> list[PoolingOutput[ClassValues]]:
-        """As `LLM.classify`; raises as `embed` does."""
+        """Like `LLM.classify`; raises the same errors as `embed`."""
         plan = classify_plan(self.thread.refuse_unless_ready(), as_list(prompts))
         return await self._pool(plan.cut_to(truncate_prompt_tokens), namespace, priority)
 
@@ -195,13 +195,13 @@ class AsyncLLM:
         namespace: Any = None,
         priority: int = 0,
     ) -> list[PoolingOutput[ScoreValues]]:
-        """As `LLM.score`; raises as `embed` does."""
+        """Like `LLM.score`; raises the same errors as `embed`."""
         plan = score_plan(self.thread.refuse_unless_ready(), text_1, text_2)
         return await self._pool(plan.cut_to(truncate_prompt_tokens), namespace, priority)
 
     @property
     def default_params(self) -> SamplingParams:
-        """As of `LLM`."""
+        """Like `LLM.default_params`."""
         return self.thread.refuse_unless_ready().default_params
 
     def get_tokenizer(self) -> Any:
@@ -216,15 +216,15 @@ class AsyncLLM:
 
     @property
     def closed(self) -> bool:
-        """Whether no request is taken any more."""
+        """Whether requests are no longer accepted."""
         return self.thread.status in (Status.DRAINING, Status.STOPPED, Status.DEAD)
 
     async def close(self) -> None:
-        """End what runs, give back the memory of KV pages, states and graphs, and end the thread. A second call does nothing."""
+        """End running requests, free the memory of KV pages, states and graphs, and end the thread. A second call does nothing."""
         await asyncio.to_thread(self.stop, STOP_SECONDS)
 
     def stop(self, seconds: float) -> bool:
-        """As `close`, outside an event loop; False if the thread did not end in so many seconds, and ends with the process."""
+        """Like `close`, outside an event loop; False if the thread did not end within the given seconds, and ends with the process."""
         atexit.unregister(self.thread.stop)
         ended = self.thread.stop(seconds)
         if self.texts is not None:
@@ -242,11 +242,11 @@ class AsyncLLM:
         await self.close()
 
     async def guide(self, params: SamplingParams, client: Hashable) -> Guide | None:
-        """What answers follow, read beside the event loop and the engine, where clients take turns. To be held until the engine has taken
-        the request, which then need not read it again.
+        """Parse the schema or grammar of answers outside the event loop and engine, with clients in turn. Hold it until the engine has
+        the request, so that it need not be parsed again.
 
         Raises:
-            ValueError, UnsupportedError: it cannot be read.
+            ValueError, UnsupportedError: it cannot be parsed.
         """
         if params.guide is None:
             return None
@@ -254,7 +254,7 @@ class AsyncLLM:
         return await self.guide_pool.run(client, lambda: guides.prototype(params))
 
     def submit(self, job: Job) -> None:
-        """Queue a job; its updates come to the event loop that runs. Raises as `EngineThread.submit` does."""
+        """Queue a job; its updates go to the running event loop. Raises the same errors as `EngineThread.submit`."""
         job.loop = asyncio.get_running_loop()
         self.thread.submit(job)
 

@@ -1,4 +1,4 @@
-"""Requests that reach one rank only: the first rank leads, the others do as it does."""
+"""Requests that reach one rank only: the first rank leads, the others repeat its calls."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _lines: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 @contextmanager
 def first_rank_leads(llm: LLM) -> Iterator[bool]:
-    """Inside, the first rank alone uses the LLM, as if it were whole; the other ranks repeat its calls, and leave when it does.
+    """Inside, only the first rank uses the LLM, as if it were not sharded; the other ranks repeat its calls, and leave when it does.
 
-    All ranks enter. Yields whether this rank leads: on the others the block begins when the work is over.
+    All ranks enter. Yields whether this rank leads; on the others the block begins when the work is over.
 
     `with first_rank_leads(llm) as leads:` followed by `if leads: llm.generate(...)`
 
     Raises:
         ContextError: the model is not sharded.
-        Any error of a step, on all ranks that had it: they cannot go on apart, so let the program end.
+        Any error of a step, on all ranks where it occurred: they cannot continue separately, so let the program end.
         RuntimeError: on the others, when the first rank is gone.
     """
     engine, ranks = llm.engine, llm.engine.runner.ranks
@@ -77,11 +77,11 @@ class _Line:
             raise
 
     def cut(self) -> None:
-        """Nobody listens any more: what is said from now on would wait for ever."""
+        """The other ranks no longer listen: a call sent from now on would wait forever."""
         self._is_cut = True
 
     def check(self) -> None:
-        """Raises ContextError: nobody listens any more."""
+        """Raises ContextError: the other ranks no longer listen."""
         if self._is_cut:
             raise ContextError("the other ranks left after an error, so that this one cannot go on alone; start the program again")
 

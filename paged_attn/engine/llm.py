@@ -44,24 +44,24 @@ class LLM(PoolingCalls):
     """Serve a Hugging Face causal LM with paged KV, prefix sharing and continuous batching.
 
     Args:
-        model: a loaded model (any dtype; left as it was found), a directory, a GGUF file, or a hub id. Of a model that reads images, too,
-            the text is served. A compiled model counts as the model inside.
-        tokenizer: for a loaded model, if prompts or stops are text; a path loads its own. It may be a path, too.
-        task: "generate", "embed" or "classify"; "auto": as the checkpoint says: sequence-classification heads classify, encoders (BERT)
-            and folders of sentence-transformers embed, all others generate.
-        dtype, device: for a path, or their names; default: the checkpoint's dtype, on the GPU if there is one.
+        model: a loaded model (any dtype; it is not changed), a directory, a GGUF file, or a hub id. A multimodal model is served for text
+            only. For a compiled model, the model inside is served.
+        tokenizer: for a loaded model, if prompts or stop strings are text; a path loads its own. May itself be a path.
+        task: "generate", "embed" or "classify"; "auto" follows the checkpoint: sequence-classification heads classify, encoders (BERT)
+            and sentence-transformers folders embed, all others generate.
+        dtype, device: for a path; objects or names. Default: the checkpoint's dtype, on the GPU if there is one.
         revision, trust_remote_code, gguf_file, quantization_config: for a path; see `LoadOptions`.
-        config: engine settings; single ones may be given as keywords: `LLM(model, page_size=32)`.
-        embedding_defaults: how a model that embeds does so unless a call says otherwise; of a path as its folder says.
-        loras: adapters of peft that requests may choose, by name: the folder that `save_pretrained` wrote, or a PeftModel. Without
-            max_loras there is room for eight, or for as many as are given. Others come and go: `load_lora`, `unload_lora`.
-        progress: bars on stderr while it loads, compiles and captures; None shows them on a terminal only.
+        config: engine settings; single settings may be given as keywords: `LLM(model, page_size=32)`.
+        embedding_defaults: embedding options for calls that do not set them; for a path, those of its folder.
+        loras: peft adapters that requests may choose by name: the folder that `save_pretrained` wrote, or a PeftModel. Without
+            max_loras there is room for eight, or for as many as are given. See also `load_lora` and `unload_lora`.
+        progress: show bars on stderr while it loads, compiles and captures; None shows them on a terminal only.
 
     Raises:
         ValueError: the path holds no model, or a setting is unknown or out of range.
-        UnsupportedError: the model has an attention that cannot be proved, or that no backend runs.
+        UnsupportedError: the model has an attention that cannot be proved, or that no backend can run.
 
-    Calls may come from several threads; they share the engine's batches. What a step raises is raised by the call that ran it.
+    Calls may come from several threads; they share the engine's batches. If a step raises, the call that ran it raises the error.
     """
 
     engine: Engine
@@ -137,20 +137,20 @@ class LLM(PoolingCalls):
         priority: int = 0,
         progress: bool | None = None,
     ) -> list[Completion]:
-        """Complete all prompts in one continuous batch; results in the order of the prompts, all answers to one beside each other.
+        """Complete all prompts in one continuous batch; results are in the order of the prompts, all answers to a prompt together.
 
         Args:
-            prompts: texts or lists of token ids, mixed as you like; one alone counts as a list of one. A text may also come as
-                {"prompt": text}, token ids as {"prompt_token_ids": ids}, and what a tokenizer returned as it is, padding and all.
-            params: for all prompts, or one for each; also as `sampling_params`. A `GenerationConfig` of transformers will do. With `n`
-                above 1 there are so many completions of a prompt, which share its KV; `index` and `answer` tell them apart.
-            lora: the name of a loaded adapter, for all prompts, or one for each; None: the model as it is.
+            prompts: texts or lists of token ids, in any mix; a single one counts as a list of one. A text may also be given as
+                {"prompt": text}, token ids as {"prompt_token_ids": ids}, and a tokenizer's output unchanged, including padding.
+            params: for all prompts, or one for each; also as `sampling_params`. May be a transformers `GenerationConfig`. With `n`
+                above 1 each prompt has n completions, which share its KV; `index` and `answer` identify them.
+            lora: the name of a loaded adapter, for all prompts, or one for each; None: the model without an adapter.
             namespace, priority: see `Engine.add_request`.
-            progress: a bar on stderr that counts finished prompts; None shows it on a terminal, if it takes longer than a second.
+            progress: show a bar on stderr that counts finished prompts; None shows it on a terminal, for calls longer than a second.
 
         Raises:
             ValueError, UnsupportedError: a prompt that `Engine.add_request` refuses (then none of them runs), or logits that are not
-                finite (then the others of this call are cancelled).
+                finite (then the other prompts of this call are cancelled).
         """
         requests = self._add(prompts, one_of(params, sampling_params), namespace, priority, streamed=False, lora=lora)
         self._finish(requests, progress)
@@ -179,16 +179,16 @@ class LLM(PoolingCalls):
         priority: int = 0,
         progress: bool | None = None,
     ) -> list[ChatCompletion]:
-        """The next message of each conversation, in the tokenizer's chat template; all of them in one continuous batch.
+        """Generate the next message of each conversation, using the tokenizer's chat template, in one continuous batch.
 
         Args:
-            messages: of one conversation, or a list of conversations: [{"role": "user", "content": "Hello"}, ...]. Answers of earlier calls
-                (`completion.message`) may stand among them.
-            params, sampling_params, lora, namespace, priority, progress: as of `generate`.
+            messages: one conversation, or a list of conversations: [{"role": "user", "content": "Hello"}, ...]. Answers of earlier calls
+                (`completion.message`) may be among them.
+            params, sampling_params, lora, namespace, priority, progress: as for `generate`.
             tools, tool_choice and the rest: see `ChatRequest`.
 
         Raises:
-            ChatError: messages, tools or settings that cannot be served, or no chat template; says what to do.
+            ChatError: messages, tools or settings that cannot be served, or no chat template; the message says what to do.
             ValueError, UnsupportedError: as `generate` does.
         """
         settings = {
@@ -215,8 +215,8 @@ class LLM(PoolingCalls):
         priority: int = 0,
         **settings: Any,
     ) -> Iterator[ChatEvent]:
-        """As `chat`, which says what may be given, but piece by piece: yields a ChatEvent for each piece of content or reasoning, and for
-        each whole call. Closing the iterator cancels the rest.
+        """Like `chat`, with the same arguments, but streaming: yields a ChatEvent for each piece of content or reasoning, and for
+        each complete tool call. Closing the iterator cancels the rest.
 
         Messages are checked and queued at the call, not at the first `next`.
         """
@@ -254,7 +254,7 @@ class LLM(PoolingCalls):
         namespace: Any = None,
         priority: int = 0,
     ) -> Iterator[TokenEvent]:
-        """Yield a TokenEvent for every new token as it comes; its `index` tells the prompt, its `answer` which of `n` answers. Closing the
+        """Yield a TokenEvent for every new token; its `index` is the prompt's, its `answer` says which of `n` answers. Closing the
         iterator cancels the rest.
 
         Prompts are checked and queued at the call, not at the first `next`.
@@ -265,7 +265,7 @@ class LLM(PoolingCalls):
 
     @property
     def default_params(self) -> SamplingParams:
-        """What a request has that it does not state: as the model's generation_config says, or our own defaults."""
+        """Values for params that a request does not set: those of the model's generation_config, or our own defaults."""
         return self.engine.default_params
 
     def get_tokenizer(self) -> Any:
@@ -279,20 +279,20 @@ class LLM(PoolingCalls):
         return self.tokenizer
 
     def load_lora(self, name: str, source: Any) -> None:
-        """Let requests choose an adapter by this name: `generate(..., lora=name)`; also while others run.
+        """Load an adapter that requests can choose by this name: `generate(..., lora=name)`. Works while requests run.
 
         Args:
             source: the folder that `save_pretrained` of a PeftModel wrote, or a PeftModel.
 
         Raises:
             ValueError: the name is in use, there is no room for it or for its rank, or no adapter in the folder.
-            UnsupportedError: a setting of it, or a layer that it changes, is not served; the message names it.
+            UnsupportedError: one of its settings, or a layer that it changes, is not supported; the message names it.
         """
         with self._lock:
             self.engine.load_lora(name, source)
 
     def unload_lora(self, name: str) -> None:
-        """Forget an adapter. Raises ValueError: it is not loaded, or requests that have not finished use it."""
+        """Unload an adapter. Raises ValueError: it is not loaded, or unfinished requests use it."""
         with self._lock:
             self.engine.unload_lora(name)
 
@@ -323,7 +323,7 @@ class LLM(PoolingCalls):
             return self.engine.clear_prefix_cache()
 
     def run_one_token(self) -> None:
-        """A request of one token, as a command does before it measures or serves: what happens once has happened."""
+        """Run a request of one token, as commands do before they measure or serve, so that one-time work is done."""
         pooler = self.engine.pooler
         if pooler is None:
             self.generate([[0]], SamplingParams(max_new_tokens=1))
@@ -333,8 +333,8 @@ class LLM(PoolingCalls):
             self.classify([[pooler.some_id]])
 
     def close(self) -> None:
-        """Cancel what runs and give back the memory of KV pages, states and graphs; the model stays as long as anybody has it. Nothing more
-        can be asked of this object."""
+        """Cancel running requests and free the memory of KV pages, states and graphs; the model lives as long as it is referenced. After
+        this, other calls raise."""
         with self._lock:
             self.engine.release()
 

@@ -18,27 +18,27 @@ from paged_attn.hf.shared_table import SharedTable
 
 
 class PagedCache(Cache):
-    """`model.generate(..., past_key_values=PagedCache(model))`: K and V lie in pages, which rows share until one of them writes.
+    """`model.generate(..., past_key_values=PagedCache(model))`: K and V are stored in pages, which rows share until one of them writes.
 
-    Works with any attention implementation: a layer writes its new K and V into pages and gets what it may see gathered, exactly as a
+    Works with any attention implementation: a layer writes its new K and V into pages and gets everything it may see gathered, exactly as a
     DynamicCache holds it. Beams share their common past, `copy.deepcopy` of a cache shares all of its pages (a prompt computed once
-    goes on in many ways), and crop() returns pages. Where every layer has a window, pages behind the largest one are let go
-    (not in place: kernels know no holes).
-    Recurrent states of hybrid models stay as transformers keeps them.
+    can be continued in many ways), and crop() frees pages. If every layer has a window, pages behind the largest one are freed
+    (not when attending in place: kernels do not support holes).
+    Recurrent states of hybrid models stay in transformers' own form.
 
-    Inside `with paged_attn.patch(model) as patched:`, `PagedCache(patched)` goes further: steps attend to the pages where they lie, without
-    a gather, as far as that is the same computation (`cache_in_place.py` says when); `steps_in_place` counts them.
+    Inside `with paged_attn.patch(model) as patched:`, `PagedCache(patched)` goes further: steps attend to the pages in place, without
+    a gather, if that is the same computation (`cache_in_place.py` says when); `steps_in_place` counts them.
 
     Args:
-        model: whose K and V it keeps; one token is run to see their shapes. Or an active patch of it.
+        model: the model whose K and V it keeps, or an active patch of it; one token is run to find their shapes.
         page_size: tokens per page; 16 by default.
-        num_pages: fixes the pool, page 0 (reserved) included; by default it grows as needed, by half, into a new allocation.
-        shared_with: take pages from the pool of this cache of the same model, instead of one's own.
+        num_pages: fixes the pool's size, including page 0 (reserved); by default it grows as needed, by half, into a new allocation.
+        shared_with: use the pool of this cache of the same model, instead of a new one.
 
     Raises:
         UnsupportedError: the model's layers keep something that pages cannot hold; the message names it.
-        ValueError: sizes that no pool has, or sizes next to `shared_with`.
-        TypeError: sizes that are no ints, or something else than a PagedCache in `shared_with`.
+        ValueError: impossible sizes, or sizes together with `shared_with`.
+        TypeError: sizes that are not ints, or `shared_with` is not a PagedCache.
         CacheFull (while generating): a pool of fixed size is too small; nothing was written in that step.
     """
 
@@ -86,7 +86,7 @@ class PagedCache(Cache):
 
     @property
     def num_pages_held(self) -> int:
-        """Pages of this cache, one that several rows share counted once."""
+        """Pages of this cache; a page shared by several rows counts once."""
         return len(self.table.held)
 
     @property
@@ -110,7 +110,7 @@ class PagedCache(Cache):
         self.table.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i goes on as what row beam_idx[i] was: beams of one origin share its pages."""
+        """Row i continues from row beam_idx[i]: beams with the same origin share its pages."""
         for layer in self._unpaged():
             layer.reorder_cache(beam_idx)
         self._move(beam_idx)
@@ -123,7 +123,7 @@ class PagedCache(Cache):
             self._move(torch.arange(self.table.rows)[indices.cpu()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times, one after the other, on the same pages."""
+        """Repeats each row `repeats` times, one after the other, on the same pages."""
         for layer in self._unpaged():
             layer.batch_repeat_interleave(repeats)
         self._move(torch.arange(self.table.rows).repeat_interleave(repeats))
@@ -133,7 +133,7 @@ class PagedCache(Cache):
 
         Raises:
             ValueError: a positive number.
-            RuntimeError: what the windows would need again was let go already.
+            RuntimeError: tokens that the windows would need again were already freed.
         """
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         if tokens_to_remove > 0:

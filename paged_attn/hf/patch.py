@@ -51,7 +51,7 @@ _watching = threading.local()
 class Patched:
     """`with patch(model) as patched:` - `patched.layers` are the specs for a KVPool; the model runs paged under a forward context.
 
-    Outside a forward context the patched model computes what it did before, with the attention implementation that it had.
+    Outside a forward context the patched model computes the same as before, with its own attention implementation.
     """
 
     def __init__(self, model: nn.Module, self_check: bool = True, settings: ProbeSettings | None = None) -> None:
@@ -183,7 +183,7 @@ class Patched:
 
 
 def patch(model: nn.Module, *, self_check: bool = True) -> Patched:
-    """Make a Hugging Face model's attention paged under forward contexts, without torch.compile.
+    """Run a Hugging Face model's attention on pages under forward contexts, without torch.compile.
 
     Use as a context manager: `with paged_attn.patch(model) as patched: pool = KVPool(patched.layers, ...)`.
 

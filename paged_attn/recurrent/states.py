@@ -1,4 +1,4 @@
-"""States for who builds an engine on `torch.compile(model, backend="paged_attn")`: kept by the caller, given to the forward context."""
+"""States for custom engines on `torch.compile(model, backend="paged_attn")`: kept by the caller, passed to the forward context."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ _numbers = itertools.count(1)
 
 
 class RecurrentStates:
-    """One slot per request for the state of a model's recurrent layers, such as Qwen3-Next's or Mamba's.
+    """One slot per request for the state of a model's recurrent layers, as in Qwen3-Next or Mamba.
 
     `with forward_context(batch, pool, states=states): compiled(**batch.model_inputs())`, where each `BatchRequest` names its
     `state_slot`, taken from `slots`. A request without cached tokens starts from a fresh state; its slot needs no clearing. Calls outside
-    such a context compute what the model does. Contexts of several threads may be open at once; a thread that calls the model outside one
+    such a context compute what the model computes. Several threads may hold contexts at once; a thread that calls the model outside one
     meanwhile may get a ContextError.
 
     Attributes:
-        name: of no others.
+        name: unique to these states.
         layers: the recurrent layers, in execution order.
-        pool: [num_slots, ...] per state; slot 0 is of padding.
+        pool: [num_slots, ...] per state; slot 0 is for padding.
         slots: hands out 1 to num_slots - 1.
 
     Args:
-        model: in evaluation mode; it is kept alive as little as torch.compile keeps it.
+        model: in eval mode; like torch.compile, this does not keep it alive.
         num_slots: at least 2.
-        scans_backend, state_dtype: what computes the recurrences, and what states are kept in, as in `EngineConfig`.
+        scans_backend, state_dtype: the backend of the recurrences and the dtype of stored states, as in `EngineConfig`.
 
     Raises:
-        UnsupportedError: the model has no recurrent layer, or one that cannot be run by itself or token by token.
+        UnsupportedError: the model has no recurrent layer, or one that cannot run by itself or token by token.
         ValueError: fewer than two slots; or the model has states already.
     """
 
@@ -68,7 +68,7 @@ class RecurrentStates:
         _known[model] = self
 
     def close(self) -> None:
-        """The model's modules are what they were before. Graphs that were compiled meanwhile run in no context any more."""
+        """Restore the model's modules. Graphs compiled in the meantime no longer run in any context."""
         self._undo.close()
         model = self._model()
         if model is not None and _known.get(model) is self:
@@ -81,10 +81,10 @@ class RecurrentStates:
 
 
 class ContextWithStates(ForwardContext):
-    """While it is open, torch.compile takes the model's recurrent layers as ops.
+    """While it is open, torch.compile traces the model's recurrent layers as ops.
 
     Args:
-        traced: the call is for its trace's sake: the graph runs as it was traced, and leaves no state.
+        traced: the call is only for tracing: the graph runs as it was traced, and stores no state.
     """
 
     def __init__(self, batch: Batch, pool: KVPool, backend: Backend, states: RecurrentStates, traced: bool = False) -> None:
@@ -103,5 +103,5 @@ class ContextWithStates(ForwardContext):
 
 
 def states_of(model: nn.Module) -> RecurrentStates | None:
-    """The states that were made for a model and not closed."""
+    """The open states of a model."""
     return _known.get(model)

@@ -39,7 +39,7 @@ PAGE_SIZE = 16  # the engine's default; a bare compiled model has none of its ow
 
 
 def attention_layers(compiled: nn.Module | LLM | Engine) -> tuple[AttentionSpec, ...]:
-    """One spec per attention layer in layer-id order: what `KVPool` is allocated for.
+    """Return one spec per attention layer in layer-id order, as `KVPool` needs them.
 
     Args:
         compiled: what `torch.compile(model, backend="paged_attn")` returned, the model itself, an `LLM` or an `Engine`. A compiled
@@ -60,7 +60,7 @@ def attention_layers(compiled: nn.Module | LLM | Engine) -> tuple[AttentionSpec,
 
 
 def explain(compiled: nn.Module | LLM | Engine) -> str:
-    """Text for people: every layer with its proof, the backend and why, pieces, passes, and graphs that are not paged.
+    """Return a readable report: every layer with its proof, the backend and why, pieces, passes, and graphs that are not paged.
 
     Args and errors as in `attention_layers`, but a model whose calls cannot be paged is explained, not refused.
     """
@@ -68,7 +68,7 @@ def explain(compiled: nn.Module | LLM | Engine) -> str:
 
 
 def explanation(compiled: nn.Module | LLM | Engine) -> Explanation:
-    """The same as data."""
+    """Return what `explain` says as data."""
     from paged_attn.engine.runners.traced_runner import TracedRunner
     from paged_attn.hf.compiled_generate.paged_calls import PagedCalls
 

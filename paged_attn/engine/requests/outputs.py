@@ -14,11 +14,11 @@ class FinishReason(enum.StrEnum):
 
 
 class Logprob(float):
-    """A log-probability, with what else vLLM's class of this name has.
+    """A log-probability: a float with the attributes of vLLM's class of this name.
 
     Attributes:
-        rank: the token's place among all, from 1 for the most likely; of equals the one with the lower id comes first.
-        decoded_token: its text by itself, `token_id:N` where it is no whole text; None without a tokenizer.
+        rank: the token's rank, 1 for the most likely; among equals the lower id comes first.
+        decoded_token: its text by itself, or `token_id:N` if that is not valid text; None without a tokenizer.
     """
 
     __slots__ = ("decoded_token", "rank")
@@ -44,8 +44,8 @@ class TokenEvent:
         index: of the prompt in the call to `stream`; -1 from `Engine.step`.
         answer: which of the `n` answers to it.
         token_id: None in the last event of a request that ended without a new token.
-        text: the text that this token released; text that may still change is held back.
-        logprob, top_logprobs: as asked for by SamplingParams.logprobs.
+        text: the text that became final with this token; text that may still change is held back.
+        logprob, top_logprobs: as requested by SamplingParams.logprobs.
         finish_reason: None until the last event.
     """
 
@@ -61,18 +61,18 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class Completion:
-    """The result of one prompt, or one of its `n` results.
+    """One completion of a prompt, which has `n` of them.
 
     Attributes:
-        index: of the prompt in the call; answer: which of the answers to it.
-        token_ids: the new ids, a stop token included.
-        text: their text, without special tokens and cut before a stop string, unless the params ask otherwise.
+        index: the prompt's index in the call; answer: which of its `n` answers this is.
+        token_ids: the new ids, including a stop token.
+        text: their text, without special tokens and cut before a stop string, unless the params say otherwise.
         finish_reason: "stop", "length" or "cancelled".
         stop_reason: which of the params' stop_token_ids or stop strings ended it; None for the model's own end token, as in vLLM.
-        logprobs: per new token a dict from token id to its log-probability, a `Logprob`, the sampled one included; None unless asked for.
+        logprobs: per new token a dict from token id to `Logprob`, including the sampled token; None unless requested.
         cached_tokens: prompt tokens whose KV came from the prefix cache.
-        prompt_logprobs: for each token of the prompt a dict from token id to log-probability, itself and the most likely ones; None for the
-            first, and for others that were not to be scored. None unless asked for.
+        prompt_logprobs: per prompt token a dict from token id to `Logprob`, for the token itself and the most likely ones; None for the
+            first token and for others that were not scored. None unless requested.
     """
 
     request_id: str
@@ -95,12 +95,12 @@ class Completion:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum of the new tokens' log-probabilities; None unless they were asked for."""
+        """The sum of the new tokens' log-probabilities; None unless they were requested."""
         if self.logprobs is None:
             return None
         return sum(each[token] for each, token in zip(self.logprobs, self.token_ids, strict=True))
 
     @property
     def outputs(self) -> tuple[Completion]:
-        """Itself, for programs that read vLLM's results: `n` answers are `n` of these here, beside each other."""
+        """This completion, for programs that read vLLM's results; `n` answers are `n` separate completions here."""
         return (self,)

@@ -34,27 +34,27 @@ def generate(
     generation_config: GenerationConfig | None = None,
     **model_kwargs: Any,
 ) -> Output:
-    """For `model.generate(..., custom_generate=paged_attn.generate)`: the batch runs through an engine, which is made at the first call and
-    kept with the model. Its settings are the defaults, or those of PAGED_ATTN_* variables; `generate_with` takes others.
+    """For `model.generate(..., custom_generate=paged_attn.generate)`: the batch runs in an engine, which is created at the first call and
+    kept with the model. Its settings are the defaults or those of PAGED_ATTN_* variables; `generate_with` sets others.
 
     Returns:
-        what `generate` returns: tokens [B, L] int64, or a GenerateDecoderOnlyOutput with sequences, and scores and logits if asked for.
-        Greedy tokens are transformers' own. Sampled ones have the same probabilities, and follow from torch's default generator, but are
+        what `generate` returns: tokens [B, L] int64, or a GenerateDecoderOnlyOutput with sequences, and scores and logits if requested.
+        Greedy tokens equal transformers' own. Sampled tokens have the same probabilities and follow torch's default generator, but are
         other draws.
 
     Raises:
-        UnsupportedError: something else than greedy decoding or sampling of token ids; or a model that `LLM` refuses.
+        UnsupportedError: anything other than greedy decoding or sampling of token ids; or a model that `LLM` refuses.
         TypeError: called by anything but `generate`.
     """
     return _generate(_config(), model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
 
 
 def generate_with(*called: Any, **settings: Any) -> Callable[..., Output]:
-    """`generate` with settings of the engine: `model.generate(..., custom_generate=paged_attn.generate_with(kv_memory_gib=8))`. A model
-    has one engine at a time: other settings take its place.
+    """`generate` with engine settings: `model.generate(..., custom_generate=paged_attn.generate_with(kv_memory_gib=8))`. A model
+    has one engine at a time: an engine with other settings replaces it.
 
     Raises:
-        ValueError or TypeError: as `LLM`; or `generation_config` is among them, as every call says what it takes of it.
+        ValueError or TypeError: as for `LLM`; or `generation_config` is among them, which each call passes itself.
     """
     if called:
         raise TypeError("generate_with makes what generate calls: custom_generate=paged_attn.generate_with(...), with its brackets")
@@ -151,7 +151,7 @@ def _pad_of(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | N
 
 
 def _scores_so_far(keepers: list[ScoreKeeper], name: str, input_ids: Tensor) -> Callable[[int], tuple[Tensor, ...]]:
-    """A function that gives the scores of so many columns, [B, V] each."""
+    """A function from a number of columns to their scores, [B, V] each."""
     rows: list[list[Tensor]] = [getattr(keeper, name) for keeper in keepers]
     found: list[Tensor] = []
 
@@ -199,17 +199,17 @@ def _prompt_rows(input_ids: Tensor, given: dict[str, Any]) -> tuple[list[list[in
 
 @dataclass
 class Lockstep:
-    """A batch as transformers' loop has it, column by column, from rows that come as they like.
+    """A batch in transformers' order, column by column, built from rows whose tokens arrive in any order.
 
-    The k-th column is there when every row that goes on has its k-th new token; what a row has beyond the last column is dropped.
+    Column k is complete when every unfinished row has its k-th new token; a row's tokens beyond the last column are dropped.
 
     Args:
         input_ids: [B, L] int64, padded; grows with every column.
         ends: token ids that end a row.
-        pad: what a row that ended goes on with; None: nothing ends a row alone.
+        pad: the token that follows the end of a row; None: no row ends by itself.
         criteria: other criteria of the call, a StoppingCriteriaList, or None.
-        streamer: gets every column.
-        scores: of so many columns, for the criteria.
+        streamer: receives every column.
+        scores: returns the scores of the given number of columns, for the criteria.
     """
 
     input_ids: Tensor
