@@ -1,4 +1,4 @@
-"""The errors that a user can cause; each message says what, got, allowed, what to do."""
+"""Errors that users can cause; each message says what is wrong, the value, what is allowed, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line that installs one of our extras, from where this installation came. No index has a release yet."""
+"""The command that installs one of our extras, depending on where this installation came from. No index has a release yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code of a model's author, whose errors are findings about the model."""
+"""Runs a model author's code; its errors are findings about the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that nobody else can have written, and reading that never waits."""
+"""Opens only files that no other user can have written, and reads without blocking."""
 
 from __future__ import annotations
 

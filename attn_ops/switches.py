@@ -1,4 +1,4 @@
-"""Words that switch a setting on or off, in flags and environment variables."""
+"""Words that switch a setting on or off in flags and environment variables."""
 
 from __future__ import annotations
 

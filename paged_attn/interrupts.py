@@ -1,4 +1,4 @@
-"""Ctrl-C while books are kept: it waits until they are right.
+"""Holds back Ctrl-C while bookkeeping is updated, until it is consistent.
 
 Python raises KeyboardInterrupt between any two instructions of the main thread. In the middle of handing out a page the page would be
 nobody's.

@@ -1,4 +1,4 @@
-"""Progress bars on stderr: on a terminal, or as asked for. tqdm is imported when the first one is drawn."""
+"""Progress bars on stderr: on a terminal, or on request. tqdm is imported when the first one is drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values in messages, however large they are, and texts that cannot be written there."""
+"""Values in messages, shortened however large they are, and texts that cannot be printed there."""
 
 from __future__ import annotations
 

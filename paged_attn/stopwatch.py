@@ -1,4 +1,4 @@
-"""Where the seconds of a start go: parts by name, each without those inside it."""
+"""Measures startup time by named parts, each without the parts inside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that are cut to a number of tokens."""
+"""Truncates prompts to a number of tokens."""
 
 from __future__ import annotations
 

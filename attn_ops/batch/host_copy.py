@@ -1,4 +1,4 @@
-"""Numbers of the host on a device."""
+"""Copies numbers from the host to a device."""
 
 from __future__ import annotations
 

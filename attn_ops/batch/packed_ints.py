@@ -1,4 +1,4 @@
-"""Several arrays of integers in one buffer: filled with numpy on the host, and in one copy on the device."""
+"""Several integer arrays in one buffer: filled with numpy on the host, moved to the device in one copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some of a batch's requests as a batch of their own, for what runs them apart from the others."""
+"""Some of a batch's requests as a separate batch, for code that handles them apart from the others."""
 
 from __future__ import annotations
 

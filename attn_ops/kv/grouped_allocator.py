@@ -1,4 +1,4 @@
-"""Pages of a pool whose layers are in groups: a request's page is mapped to a frame of the pool in each group, or to none any more."""
+"""Pages of a pool with groups of layers: each page of a request maps to one frame of the pool per group, or to none once it is freed."""
 
 from __future__ import annotations
 

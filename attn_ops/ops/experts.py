@@ -1,4 +1,4 @@
-"""`torch.ops.paged_attn.experts`: of each token the experts that were chosen for it, weighted and added up.
+"""`torch.ops.paged_attn.experts`: computes each token's chosen experts and adds them up with their weights.
 
 It reads nothing but its operands, so that it stays inside a piece and inside captured graphs.
 """

@@ -1,4 +1,4 @@
-"""The kinds of operations that leave a model's graph and come back as ours: a new kind is an op of its own and a line here."""
+"""The kinds of operations that are replaced by our ops; a new kind is an op and a line here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ops by which a captured graph calls a module of the model as it is.
+"""Two ops through which a captured graph calls an unmodified module of the model.
 
 `torch.ops.paged_attn.module_with_output` is for one that branches on its data (a loop over the experts that got a token). It must compute
 each token by itself; the engine's self-check proves that. It mutates `output` alone and is a split point, so that it runs between compiled

@@ -1,4 +1,4 @@
-"""Requests of any lengths cut into chunks of one size, and a recurrence that goes from chunk to chunk, all requests side by side."""
+"""Cuts requests of any length into chunks of one size; a recurrence goes from chunk to chunk, all requests side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A causal convolution of each channel over its last few tokens; the state is the tokens before, the latest last."""
+"""A causal convolution of each channel over its last few tokens; the state is the preceding tokens, the latest last."""
 
 from __future__ import annotations
 

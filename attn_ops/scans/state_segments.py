@@ -1,4 +1,4 @@
-"""Requests cut where a state of theirs is kept, and these segments cut into chunks: arrays of the host."""
+"""Cuts requests where one of their states is kept, and these segments into chunks: arrays on the host."""
 
 from __future__ import annotations
 

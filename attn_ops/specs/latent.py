@@ -1,4 +1,4 @@
-"""What a layer computes whose keys and values are linear maps of one narrow row per token (MLA of DeepSeek V2 and its kind)."""
+"""The spec of a layer whose keys and values are linear maps of one narrow row per token (MLA of DeepSeek V2 and similar models)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where adapters may add to a graph: a linear layer, or several that became one product."""
+"""Where adapters may be added to a graph: at a linear layer, or at several merged into one product."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer with recurrent state keeps of each request between steps."""
+"""The state that a recurrent layer keeps per request between steps."""
 
 from __future__ import annotations
 

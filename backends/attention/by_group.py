@@ -1,4 +1,4 @@
-"""One backend for a pool whose layers are in groups: it plans each group apart, on the group's page table and its layers alone.
+"""One backend for a pool with groups of layers: it plans each group separately, with that group's page table and layers.
 
 So no backend knows of groups: to the one inside, a step is a batch and a pool of a few layers, as many times as there are groups.
 """

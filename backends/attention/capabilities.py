@@ -1,4 +1,4 @@
-"""What a backend can run, as data, and what a layer asks for; `unmet` compares the two and is pure."""
+"""What a backend can run and what a layer needs, as data; `unmet` compares the two and is pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the backends around FlashAttention's kernels share: its windows, the layouts that it takes, sinks applied afterwards."""
+"""What the backends around FlashAttention's kernels share: windows, supported layouts, sinks applied afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracle: one query and one head at a time in float32, straight from the definition in `AttentionSpec`.
+"""The reference: one query and one head at a time in float32, straight from the definition in `AttentionSpec`.
 
 It shares no code with any other backend and is made to be read, not to be fast.
 """

@@ -1,4 +1,4 @@
-"""Paged, ragged attention in plain PyTorch: runs everywhere, needs nothing, loops over no request in decode.
+"""Paged, ragged attention in plain PyTorch: runs everywhere, has no dependencies, and decodes without a loop over requests.
 
 Decode gathers, per step, the slots that each request's one query may see into a rectangle [requests, longest]; an entry
 past a request's end repeats its last slot, so that no unused page is ever read, and is masked. Extending requests gather

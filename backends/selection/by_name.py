@@ -1,4 +1,4 @@
-"""What the lists of our own backends of an op have in common: one by its name, why it does not fit, and words for those not taken."""
+"""Shared by the lists of our own backends of an op: look one up by name, say why it does not fit or was not taken."""
 
 from __future__ import annotations
 

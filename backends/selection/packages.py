@@ -1,4 +1,4 @@
-"""Every optional package as data. Nothing here imports one: versions come from the installed metadata."""
+"""Every optional package as data. Nothing here imports one: versions come from installed metadata."""
 
 from __future__ import annotations
 

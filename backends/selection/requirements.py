@@ -1,4 +1,4 @@
-"""What a model asks of attention backends, and what speaks against each of them."""
+"""What a model requires of attention backends, and what rules out each of them."""
 
 from __future__ import annotations
 

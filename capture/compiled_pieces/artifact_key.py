@@ -1,4 +1,4 @@
-"""Under which name a compiled piece is kept: whatever decides what the compiler makes of it."""
+"""The name under which a compiled piece is kept: a hash of everything that affects the compiler's result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled pieces on disk, so that the next process need not compile them: one file each, checked, and replaced as a whole."""
+"""Compiled pieces on disk, so that the next process need not compile them: one file each, checked and written atomically."""
 
 from __future__ import annotations
 

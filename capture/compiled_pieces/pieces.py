@@ -1,4 +1,4 @@
-"""Compiling the pieces of a split graph, equal ones once; the split ops between them stay as they are."""
+"""Compiles the pieces of a split graph, equal ones once; the split ops between them stay as they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The graphs of one model: which shapes were captured, what each cost, and why the others were not."""
+"""The graphs of one model: which shapes were captured, what each cost, and why the others were not captured."""
 
 from __future__ import annotations
 

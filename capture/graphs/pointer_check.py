@@ -1,4 +1,4 @@
-"""Whether the tensors that captured graphs read by address are still the model's, and where they were."""
+"""Checks that tensors which captured graphs read by address are still the model's, and still at those addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recording what a thread launches, to launch it again at the same addresses: CUDA graphs, behind an interface that tests fill on a CPU."""
+"""Records a thread's launches to replay them at the same addresses: CUDA graphs, behind an interface that tests implement on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of a model, recorded in segments: graphs, and between them the calls of ops that stay outside any graph.
+"""Records one run of a model in segments: graphs, and between them the calls of ops that stay outside any graph.
 
 The op is met in the dispatcher, so that it does not matter what calls it: compiled pieces, a rewritten graph, or a model that nobody
 compiled (an eager break: capture ends before the op and begins again after it).

@@ -1,4 +1,4 @@
-"""What we change about Inductor's code is part of the key under which its own cache on disk keeps that code."""
+"""Makes our changes to Inductor's code part of the key of Inductor's own disk cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inductor's Triton kernels get blocks that suit steps of many rows.
+"""Gives Inductor's Triton kernels block sizes that suit steps of many rows.
 
 Inductor takes block sizes from the sizes that it saw while tracing, which here are those of a handful of tokens. An element-wise kernel
 then gets blocks of 256 elements and one warp, and on a prompt's rows most of its time goes into starting them: RoPE of 2,048 rows took

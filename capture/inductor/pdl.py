@@ -1,4 +1,4 @@
-"""Inductor's Triton kernels may start before the kernel in front has ended: a launch's latency then passes beside that one's work.
+"""Lets Inductor's Triton kernels start before the previous kernel has ended, so that launch latency overlaps with its work.
 
 Inductor can do so itself (`triton.enable_pdl`), but lets each kernel wait where it finds a load that needs it. A kernel without such a load
 waits for nothing, and whatever comes after it may overtake what came before it. Here every kernel waits first of all, and only then lets

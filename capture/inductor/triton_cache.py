@@ -1,4 +1,4 @@
-"""Where Triton keeps what it compiled, and with which assembler: the same in every process."""
+"""Where Triton keeps compiled kernels, and which assembler it uses: the same in every process."""
 
 from __future__ import annotations
 

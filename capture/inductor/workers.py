@@ -1,4 +1,4 @@
-"""Inductor's processes that compile Triton kernels, started before it needs them."""
+"""Starts Inductor's Triton compile processes before Inductor needs them."""
 
 from __future__ import annotations
 

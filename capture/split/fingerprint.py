@@ -1,4 +1,4 @@
-"""What a piece computes, as a hash: equal pieces of different layers have equal fingerprints, whatever their nodes are called."""
+"""A hash of what a piece computes: equal pieces of different layers have equal fingerprints, whatever their node names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The symbolic sizes among a piece's inputs, numbered, so that what was compiled for one graph's symbols can be told of another's."""
+"""The symbolic sizes among a piece's inputs, numbered, so that code compiled for one graph's symbols can be reused for another's."""
 
 from __future__ import annotations
 

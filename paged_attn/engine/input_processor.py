@@ -1,4 +1,4 @@
-"""From what a caller asks for to a request, if model and pool can ever serve it."""
+"""Turns a caller's input into a request, if model and pool can ever serve it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tokens that steps chose mean to their requests: text, stops, ends, and the events that tell of them."""
+"""Applies sampled tokens to their requests: text, stops, ends, and the events that report them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers give, one by one: prompts in every form that is taken, and the params and the adapter of each."""
+"""Reads callers' inputs one by one: prompts in every accepted form, with the params and adapter of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A queue by rank whose items may leave it, or be ranked anew, wherever they stand."""
+"""A queue ordered by rank; items can be removed or reranked wherever they are."""
 
 from __future__ import annotations
 

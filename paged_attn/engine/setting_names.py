@@ -1,4 +1,4 @@
-"""Settings under other names: earlier names of ours, which still work with a warning, and those that other engines use."""
+"""Settings under other names: our earlier names, which still work with a warning, and those of other engines."""
 
 from __future__ import annotations
 

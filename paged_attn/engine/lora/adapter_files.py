@@ -1,4 +1,4 @@
-"""Reading LoRA adapters of peft, from a folder or a live PeftModel. What would not be served right is refused by its name."""
+"""Reads peft LoRA adapters from a folder or a live PeftModel. Anything that would be served incorrectly is refused by name."""
 
 from __future__ import annotations
 

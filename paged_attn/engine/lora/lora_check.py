@@ -1,4 +1,4 @@
-"""Whether the graph with adapters adds them where peft would: tried on random factors in every layer, against hooks on the model itself."""
+"""Checks that the graph with adapters adds them where peft would: with random factors in every layer, against hooks on the model itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters in memory: stacked factors for each place in the graph, at addresses that stay, and which slot has which adapter."""
+"""Adapters in memory: stacked factors for each place in the graph at fixed addresses, and which slot holds which adapter."""
 
 from __future__ import annotations
 

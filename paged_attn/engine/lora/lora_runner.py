@@ -1,4 +1,4 @@
-"""The runner of steps with adapters: a model's runner with the other graph, which is beside its own."""
+"""The runner for steps with adapters: a model's runner with a second graph beside its own."""
 
 from __future__ import annotations
 

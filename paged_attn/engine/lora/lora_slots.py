@@ -1,4 +1,4 @@
-"""Each row's adapter in a step, on the device."""
+"""The adapter of each row in a step, on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One budget of memory for KV pages and recurrent states, divided by what a request needs of each.
+"""Divides one memory budget between KV pages and recurrent states, by what a request needs of each.
 
 How long requests will be nobody knows. A request takes one state whatever its length, and pages from `least` bytes (of one token) up to
 `most` (of the longest). If each slot is given e bytes of pages, short requests run out of slots and long ones out of pages. Against a

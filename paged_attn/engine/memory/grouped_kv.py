@@ -1,4 +1,4 @@
-"""Pages of models with windows: what lies behind a layer's window is given back when memory is wanted.
+"""Pages of models with windows: what lies behind a layer's window is freed when memory is needed.
 
 Nothing is given back before that, so that the prefix cache can use it for as long as there is room.
 """

@@ -1,4 +1,4 @@
-"""Pages of requests: taken from their allocator, shared through the prefix cache, given back whatever happens."""
+"""Pages of requests: allocated, shared through the prefix cache, and always freed."""
 
 from __future__ import annotations
 

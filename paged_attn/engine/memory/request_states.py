@@ -1,4 +1,4 @@
-"""Recurrent states of requests: a slot while they run, and what they keep on the way for the prefix cache."""
+"""Recurrent states of requests: a slot while they run, and the checkpoints they keep for the prefix cache."""
 
 from __future__ import annotations
 

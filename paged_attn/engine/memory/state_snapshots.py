@@ -1,4 +1,4 @@
-"""Recurrent states at the ends of cached prefixes, so that a request can start from one, and where prompts keep them."""
+"""Recurrent states at the ends of cached prefixes, from which requests can start, and where prompts take them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of transformers' Auto classes reads a checkpoint so that it generates text, and what to say of one that none does."""
+"""Which transformers Auto class loads a checkpoint so that it generates text, and the message if none does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model, unmodified, gives a token the same logits whatever comes after it: one that does not cannot be served in batches."""
+"""Checks that an unmodified model's logits for a token do not depend on later tokens; otherwise it cannot be served in batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies, found out before anything heavy is imported, and how it is read, beside dtype and device."""
+"""Where a checkpoint is, determined before any heavy import, and how it is loaded, apart from dtype and device."""
 
 from __future__ import annotations
 

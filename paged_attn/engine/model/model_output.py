@@ -1,4 +1,4 @@
-"""Whether what a model returns can be generated from: logits over the tokens that it reads, a row for each token of the call."""
+"""Checks that a model's output can be generated from: logits over the tokens that it reads, one row per token of the call."""
 
 from __future__ import annotations
 

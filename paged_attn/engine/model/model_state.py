@@ -1,4 +1,4 @@
-"""A model as it was at one moment: its modules, tensors, hooks and attributes, and what differs from that now.
+"""A model at one moment: its modules, tensors, hooks and attributes, and what has changed since.
 
 Looked at whenever requests come, so that comparing is a handful of flat lists: about 0.3 ms for 32 layers.
 """

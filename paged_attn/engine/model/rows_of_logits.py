@@ -1,4 +1,4 @@
-"""A row of logits for each token of a prompt, from a model as its users call it."""
+"""Gets one row of logits for each prompt token from a model called as its users call it."""
 
 from __future__ import annotations
 

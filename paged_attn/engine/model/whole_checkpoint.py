@@ -1,4 +1,4 @@
-"""A checkpoint that lacks weights or is cut short is refused: transformers puts random numbers in the place of what it lacks."""
+"""Refuses checkpoints that lack weights or are truncated: transformers would fill in random numbers."""
 
 from __future__ import annotations
 

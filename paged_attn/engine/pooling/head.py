@@ -1,4 +1,4 @@
-"""A classifier's head by its own code, on one pooled row a text; which row it takes is found on numbers."""
+"""A classifier's head, run by its own code on one pooled row per text; which row it takes is determined numerically."""
 
 from __future__ import annotations
 

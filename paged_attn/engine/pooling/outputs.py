@@ -1,4 +1,4 @@
-"""What `LLM.embed`, `classify` and `score` give, under vLLM's names."""
+"""What `LLM.embed`, `classify` and `score` return, under vLLM's names."""
 
 from __future__ import annotations
 

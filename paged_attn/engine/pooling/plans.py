@@ -1,4 +1,4 @@
-"""What `embed`, `classify` and `score` run, and how their answers are read: the same for `LLM` and `AsyncLLM`."""
+"""What `embed`, `classify` and `score` run, and how their results are read: shared by `LLM` and `AsyncLLM`."""
 
 from __future__ import annotations
 

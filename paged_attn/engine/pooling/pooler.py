@@ -1,4 +1,4 @@
-"""A model that embeds or classifies, as an engine runs it: its body, its head, and what becomes of a pooled row."""
+"""A model that embeds or classifies, as an engine runs it: its body, its head, and how a pooled row is processed."""
 
 from __future__ import annotations
 

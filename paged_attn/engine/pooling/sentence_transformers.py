@@ -1,4 +1,4 @@
-"""What a folder of sentence-transformers says of how its model embeds: modules.json, and the config of its pooling."""
+"""How a sentence-transformers folder says that its model embeds: modules.json, and the config of its pooling."""
 
 from __future__ import annotations
 

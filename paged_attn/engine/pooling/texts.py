@@ -1,4 +1,4 @@
-"""Tokens of texts, and of pairs of texts that one model reads together."""
+"""Tokens of texts, and of pairs of texts that a model reads together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token by token to text, never showing half a character or the beginning of a stop string."""
+"""Turns tokens into text as they arrive, never emitting half a character or the beginning of a stop string."""
 
 from __future__ import annotations
 

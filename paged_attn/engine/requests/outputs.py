@@ -1,4 +1,4 @@
-"""What comes out of a request: a `TokenEvent` for each new token, and one `Completion` at its end."""
+"""The output of a request: a `TokenEvent` for each new token, and one `Completion` at its end."""
 
 from __future__ import annotations
 

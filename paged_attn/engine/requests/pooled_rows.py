@@ -1,4 +1,4 @@
-"""Rows of hidden states on their way from a step to the texts that they stand for, added up over the steps of a text."""
+"""Hidden-state rows on their way from a step to their texts, added up over the steps of a text."""
 
 from __future__ import annotations
 

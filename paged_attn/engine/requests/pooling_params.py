@@ -1,4 +1,4 @@
-"""What is wanted of a text that is embedded or scored."""
+"""What a caller wants from a text that is embedded or scored."""
 
 from __future__ import annotations
 

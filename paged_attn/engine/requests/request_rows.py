@@ -1,4 +1,4 @@
-"""What every step reads of all requests: a row of integers and a row of pages for each."""
+"""What every step reads of all requests: one row of integers and one row of pages per request."""
 
 from __future__ import annotations
 

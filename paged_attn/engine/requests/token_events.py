@@ -1,4 +1,4 @@
-"""What a step tells of its requests."""
+"""What a step reports about its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of one token by itself, and the bytes of one that is a part of a character."""
+"""The text of a single token, and the bytes of a token that is part of a character."""
 
 from __future__ import annotations
 

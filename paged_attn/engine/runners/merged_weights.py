@@ -1,4 +1,4 @@
-"""Binding a model's parameters to a graph with merged linears: one tensor, of which the parameters become views."""
+"""Binds a model's parameters to a graph with merged linears: the parameters become views of one tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A live engine notices what changed in its model: it follows numbers written in place, and names what it cannot follow."""
+"""Notices changes in a live engine's model: it follows values written in place, and names changes that it cannot follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The only tokens that may come, where a request says so."""
+"""Allowed tokens, for requests that restrict them."""
 
 from __future__ import annotations
 

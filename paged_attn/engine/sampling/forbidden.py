@@ -1,4 +1,4 @@
-"""Tokens that may not come next: those that end a request before its `min_tokens`, and what would complete one of its `bad_words`."""
+"""Tokens that may not come next: those that would end a request before `min_tokens`, or complete one of its `bad_words`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens and of the most likely ones beside them, in bounded memory."""
+"""Log-probabilities of tokens and of the most likely alternatives, in bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sampler needs of each row's settings, on the device."""
+"""Each row's sampling settings on the device."""
 
 from __future__ import annotations
 

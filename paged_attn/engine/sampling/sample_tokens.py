@@ -1,4 +1,4 @@
-"""Sampling a token of each row, by its own settings, on the device, without waiting for it."""
+"""Samples one token per row with the row's own settings, on the device, without waiting."""
 
 from __future__ import annotations
 

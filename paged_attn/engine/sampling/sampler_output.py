@@ -1,4 +1,4 @@
-"""What a step chose, on its way from the device."""
+"""The sampled tokens of a step, on their way from the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sampling knows of one request."""
+"""What sampling keeps for one request."""
 
 from __future__ import annotations
 

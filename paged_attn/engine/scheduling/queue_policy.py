@@ -1,4 +1,4 @@
-"""Requests of one namespace and priority that wait, and which of them is next: the policies "fcfs" and "lpm"."""
+"""The waiting requests of one namespace and priority, and which is next: the policies "fcfs" and "lpm"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests that run, the most urgent and oldest first."""
+"""The running requests, the most urgent and oldest first."""
 
 from __future__ import annotations
 

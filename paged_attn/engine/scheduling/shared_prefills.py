@@ -1,4 +1,4 @@
-"""Requests that wait while another one computes the prefix that they have in common, so that it is computed once."""
+"""Requests that wait while another one computes their common prefix, so that it is computed once."""
 
 from __future__ import annotations
 

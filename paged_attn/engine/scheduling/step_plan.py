@@ -1,4 +1,4 @@
-"""A step while it is being put together."""
+"""A step while it is being planned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All requests that wait: the most urgent priority first, in it those that ran before, then one of each tenant in turn."""
+"""All waiting requests: the most urgent priority first; within it preempted requests, then tenants in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that was launched, and whose tokens the host does not have yet."""
+"""A step that was launched and whose tokens are not on the host yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a graph that was traced for two rows and more computes the same for one.
+"""Checks that a graph traced for two or more rows computes the same for one.
 
 Its operations are those of any number of rows, and no guard of the trace asks for two; but torch, while it traces, takes for granted that a
 size is neither 0 nor 1. So it is tried on numbers, with what runs: compiled pieces and all, each piece from the same inputs.

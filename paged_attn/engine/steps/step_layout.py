@@ -1,4 +1,4 @@
-"""What a step computes of each of its requests, and what its batch is made of."""
+"""What a step computes for each of its requests, and how its batch is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the engine's steps: through captured graphs where one fits, and otherwise as they are."""
+"""Runs the engine's steps: through captured graphs where one fits, otherwise uncaptured."""
 
 from __future__ import annotations
 

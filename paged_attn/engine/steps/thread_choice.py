@@ -1,4 +1,4 @@
-"""How many threads PyTorch computes a step with on a CPU."""
+"""Chooses how many threads PyTorch uses for a step on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of einx's operations on elements (`einx.subtract("j, i -> i j", a, b)`), as a trace can hold them.
+"""Makes einx's elementwise operations (`einx.subtract("j, i -> i j", a, b)`) traceable.
 
 einx compiles a function for the sizes that a call has, and Dynamo is told not to look inside: with a symbolic number of tokens that fails.
 Inside `any_length` these operations are PyTorch's, with axes lined up by their names; patterns with more in them (brackets, axes in

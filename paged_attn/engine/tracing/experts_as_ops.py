@@ -1,4 +1,4 @@
-"""Modules of experts become one op each while a model is traced.
+"""Turns each expert module into one op while a model is traced.
 
 Such a module holds its experts' weights stacked, and is given the hidden states, the chosen experts and their weights. What it computes is
 not read off that: gates are tried on numbers, and the module itself is run beside the op.

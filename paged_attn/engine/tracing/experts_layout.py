@@ -1,4 +1,4 @@
-"""Where a module of experts has its weights, and which of them may be moved.
+"""Where an expert module keeps its weights, and which of them may be moved.
 
 transformers' modules say so by flags (`is_transposed`, `has_bias`, ...). Others, as remote code has them, may be experts if they hold two
 stacked weights whose shapes fit each other, or matrices [E n, m] of all experts' rows, their own or those of a module within (DBRX), and

@@ -1,4 +1,4 @@
-"""Running a model on two lengths and looking at each call of some of its modules."""
+"""Runs a model on two lengths and looks at each call of some of its modules."""
 
 from __future__ import annotations
 

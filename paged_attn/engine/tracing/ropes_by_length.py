@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies follow the length of the call, by the length of each row's request.
+"""Rotary embeddings whose frequencies depend on the length of the call: here on the length of each row's request.
 
 transformers' longrope (LongRoPE, arXiv:2402.13753; Phi-3 and 4, MiniCPM) takes one set of frequencies for a call up to some length, and
 another for a longer one; its dynamic NTK scaling leaves them as they are up to the model's positions. Both look at the largest position

@@ -1,4 +1,4 @@
-"""Traces that fail: why, and what is said of them."""
+"""Why a trace failed, and the message about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capturing a model once as one graph with a symbolic number of tokens."""
+"""Captures a model once as a single graph with a symbolic number of tokens."""
 
 from __future__ import annotations
 
