@@ -38,7 +38,7 @@ def check_private_folder(folder: Path) -> None:
             info = each.stat()
         except FileNotFoundError:
             continue
-        is_sticky = each != folder and bool(info.st_mode & stat.S_ISVTX)  # who can write there cannot replace what others have
+        is_sticky = each != folder and bool(info.st_mode & stat.S_ISVTX)  # others can create files there, but not replace ours
         if info.st_uid not in (os.geteuid(), 0):
             raise RefusedFileError(f"{each} belongs to user {_user(info.st_uid)}; only folders of {_user(os.geteuid())} or root are used")
         if info.st_mode & MAY_WRITE and not is_sticky and not _is_own_group(info):

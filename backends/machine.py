@@ -52,7 +52,7 @@ def machine_of(device: torch.device) -> Machine:
         hopper = known
     sm90_or_newer = capability >= (9, 0)
     properties = torch.cuda.get_device_properties(device)
-    shared_bytes = getattr(properties, "shared_memory_per_block_optin", 0)  # which torch does not have for every GPU
+    shared_bytes = getattr(properties, "shared_memory_per_block_optin", 0)  # torch does not have it for every GPU
     return Machine(
         properties.multi_processor_count, hopper, early=sm90_or_newer, l2_bytes=properties.L2_cache_size, shared_bytes=shared_bytes,
         sm90_or_newer=sm90_or_newer, blackwell=capability[0] == 10,

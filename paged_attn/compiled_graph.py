@@ -43,7 +43,7 @@ class CompiledGraph(RewrittenGraph):
         # Dynamo runs one graph for several models of a class: each passes the self-check, known by one of its tensors.
         self._marker = self.roles.index("owned") if "owned" in self.roles else None
         self._checked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._baked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by model, the numbers that its specs were made of
+        self._baked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by model: the numbers from which its specs were made
         self._check_lock = threading.Lock()
         self._accepted: tuple[AttentionSpec, ...] | None = None
 

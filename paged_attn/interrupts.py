@@ -48,7 +48,7 @@ class HeldBack:
         self._lets_through.pop()
         if not self._lets_through and self._handler is not None:
             handler = self._handler
-            if signal.getsignal(signal.SIGINT) == self._note:  # else somebody inside has set another
+            if signal.getsignal(signal.SIGINT) == self._note:  # otherwise something inside has set another
                 signal.signal(signal.SIGINT, handler)
             self._handler = None
             if self._noted_at is not None:

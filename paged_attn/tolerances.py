@@ -13,11 +13,11 @@ from torch import Tensor
 MULTIPLE = 4  # times the measured noise: each of two results is off by about that much, and some rows by more
 OTHERWISE = 16  # times what is allowed: more than products of another shape do to a row, where later tokens may change none
 QUANTISED = 6e-2  # effect on a row of a quantiser whose scale depends on the whole batch
-# One rounding of a number of this type, relative to it. Of float32 and float64 more: kernels differ in how they compute exp and
+# One rounding of a number of this dtype, relative to it. More for float32 and float64: kernels differ in how they compute exp and
 # rsqrt.
 ROUNDING = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9, torch.float32: 2.0**-18, torch.float64: 2.0**-40}
 COARSEST = 2.0**-5  # for any narrower float
-# Of the logits of a whole model, over whose layers rounding adds up, and may change what routers choose in a few rows.
+# For the logits of a whole model: rounding adds up over its layers, and may change what routers choose in a few rows.
 LOGITS = {torch.float32: 2e-4, torch.float64: 1e-6}
 LOGITS_16_BIT = 6e-2
 SHORT = 0.1  # a row shorter than this part of the usual one is the difference of larger numbers: it is measured by theirs

@@ -67,7 +67,7 @@ def _prove(graph: fx.Graph, facts: Facts) -> str:
     for site in facts.sites:
         facts.values.read.clear()
         facts.proofs.append(proof := _proof_of(prover, site))
-        if not isinstance(proof, Recomputable):  # that evaluates its tensors in every step; the op reads sinks where they lie
+        if not isinstance(proof, Recomputable):  # recompute evaluates its tensors in every step, and the op reads sinks in place
             facts.baked |= facts.values.read - ({proof.function.sinks} if isinstance(proof, AttentionProof) else set())
         read |= facts.values.read
     facts.values.read |= read

@@ -48,7 +48,7 @@ class Rewrite:
     gm: fx.GraphModule | None = None
     layers: list[LayerReport] = field(default_factory=list)
     not_paged: str = ""
-    mixes: MixesRows | None = None  # what makes it none, in a graph of which nobody knows whether it is the whole model
+    mixes: MixesRows | None = None  # why `gm` is None, for a graph that may not be the whole model
     seconds: dict[str, float] = field(default_factory=dict)
     nodes_before: int = 0
     nodes_after: int = 0

@@ -217,7 +217,7 @@ class Batch:
         """
         from torch._dynamo import mark_dynamic
 
-        # Copies: of a view into a larger buffer Dynamo makes the offset a symbol, too.
+        # Copies, because for a view into a larger buffer Dynamo would also make the offset a symbol.
         inputs = {"input_ids": self.input_ids.clone()[None], "position_ids": self.positions.clone()[None]}
         for tensor in inputs.values():
             mark_dynamic(tensor, 1)

@@ -1,4 +1,4 @@
-"""The ops of the `paged_attn` namespace, one file a kind: what a rewritten graph calls.
+"""The ops of the `paged_attn` namespace, one file per kind: what a rewritten graph calls.
 
 In: tensors of one layer. Out: written into `output`, by what the thread's forward context says.
 Change: an op: the file of its kind; how ops are registered: `define.py`; what may be done with an op's graph: `kinds.py`.

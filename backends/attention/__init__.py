@@ -1,7 +1,7 @@
 """Attention backends. `base.py` is their contract, `capabilities.py` what a kernel can run, as data.
 
 In: a plan of one step and one layer's tensors. Out: the layer's output rows.
-Backends: those in `BUILT_IN` of `backends/selection/registry.py`; names that are known and refused: `UNSUPPORTED` there.
+Backends: those in `BUILT_IN` of `backends/selection/registry.py`; known names that are refused: `UNSUPPORTED` there.
 Around them: `by_group.py` (layers in groups), `hybrid.py` (one for prefill, one for decode), `flash_style.py` (what FlashAttention's
 have in common), `latent/` (latent attention with any of them).
 Change: your own backend: a file of your package, and a line of its entry points `paged_attn.backends` (`examples/own_backend.py`).

@@ -94,7 +94,7 @@ class FlashAttnBackend(StoringBackend):
         batch, layer = plan.batch, plan.layers[call.layer_id]
         if not batch.num_requests:
             return
-        query = for_kernel(call.query[: batch.num_tokens], layer.key.dtype)  # if all have one, the kernel wants as many rows as requests
+        query = for_kernel(call.query[: batch.num_tokens], layer.key.dtype)  # if all have one token, it wants as many rows as requests
         output, lse, _ = self._varlen(
             query, layer.key, layer.value, batch.query_start, plan.key_starts, plan.longest_query, plan.longest,
             block_table=batch.page_table, return_attn_probs=True, **layer.settings,

@@ -19,7 +19,7 @@ NEEDED = ("paged_attn.backends.compiling.compile_job", "triton.compiler", "trito
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's process's to answer, which may go on
     jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", 0)
-    os.dup2(2, 1)  # what Triton prints is no answer
+    os.dup2(2, 1)  # Triton's prints must not mix with answers
     for name in NEEDED:
         importlib.import_module(name)
     with contextlib.suppress(EOFError):

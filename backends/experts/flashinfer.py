@@ -16,7 +16,7 @@ from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem, odd_widths
 from paged_attn.backends.needs import FLASHINFER, HALF, Needs
 
-# Of FlashInfer's ActivationType, by our activations.
+# Names in FlashInfer's ActivationType, by our activations.
 GATED = {"silu": "Swiglu", "gelu_tanh": "Geglu"}
 PLAIN = {"gelu_tanh": "Gelu", "relu": "Relu", "silu": "Silu", "relu2": "Relu2", "identity": "Identity"}
 ALIGNMENT = 16  # bytes per row must be a multiple of this

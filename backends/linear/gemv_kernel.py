@@ -18,7 +18,7 @@ def one_row_kernel(x, weight, bias, out, count, length, row_stride,
     # Each weight is read once in a step, which would only push what is read again out of the L2.
     w = tl.load(at, mask=(n < count)[:, None] & (k < length)[None, :], other=0.0, eviction_policy="evict_first")
     if EARLY:
-        tl.extra.cuda.gdc_wait()  # what is above reads constants; what is below reads what earlier kernels wrote, or writes
+        tl.extra.cuda.gdc_wait()  # above: reads of constants only; below: reads of earlier kernels' results, and writes
         tl.extra.cuda.gdc_launch_dependents()  # not earlier: Inductor's kernels take for granted that the one before them has waited
     row = tl.load(x + k, mask=k < length, other=0.0)
     total = tl.sum(w.to(tl.float32) * row.to(tl.float32)[None, :], 1)

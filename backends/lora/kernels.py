@@ -102,7 +102,7 @@ def expand_kernel(y, inner, b, scales, slots, out, count, width, y_stride, slot_
     factor = b + n[None, :].to(tl.int64) * RANK + r[:, None]
     if EACH:
         kept = wanted & (n < end)[None, :] & (r < RANK)[:, None]
-        up = tl.load(factor + first * jump, mask=kept, other=0.0)  # on its way while the kernel in front ends
+        up = tl.load(factor + first * jump, mask=kept, other=0.0)  # loaded while the previous kernel ends
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

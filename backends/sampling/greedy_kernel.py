@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
-INF_KEY = tl.constexpr(0x7F800000)  # from here on up, and from its negative on down, nothing is finite
+INF_KEY = tl.constexpr(0x7F800000)  # keys from here up, and from its negative down, are not finite
 LEAST_KEY = tl.constexpr(-(2**31))
 LEAST = tl.constexpr(-(2**63))
 

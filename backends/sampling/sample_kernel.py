@@ -184,7 +184,7 @@ def draw(logits, rows, best, temperatures, min_p, keys, drops, weights, ties, un
     if LIMITED:
         key = _key(logit).to(tl.int64)
         tied = (key == least) & (token < vocabulary)
-        place = tl.cumsum(tied.to(tl.int64), 0) + tl.sum(tl.where(part < chosen, equal, 0), 0)  # from 1 on
+        place = tl.cumsum(tied.to(tl.int64), 0) + tl.sum(tl.where(part < chosen, equal, 0), 0)  # counted from 1
         allowed &= (key > least) | (tied & (place > dropped))
     ends = tl.cumsum(tl.where(allowed, _weight(share, SCALE), 0), 0)
     found = chosen * PART + tl.sum((ends <= target).to(tl.int32), 0)

@@ -1,6 +1,6 @@
-"""Kernels for layers with recurrent state. The float32 truth is in `attn_ops/scans/`.
+"""Kernels for layers with recurrent state. The float32 reference is in `attn_ops/scans/`.
 
 In: rows of tokens, the slots of their states. Out: rows, and the states in their slots.
-Change: the contract: `base.py`; who is taken: `backends/selection/scans.py`.
-Change: our kernels: `triton/`; others': `fla.py`, `flashinfer.py`; plain PyTorch: `truth.py`.
+Change: the contract: `base.py`; which one is used: `backends/selection/scans.py`.
+Change: our kernels: `triton/`; third-party: `fla.py`, `flashinfer.py`; plain PyTorch: `truth.py`.
 """

@@ -61,5 +61,5 @@ def select_scan(name: str, problem: ScanProblem) -> ScanSelection:
 def kernels_of(selections: Iterable[ScanSelection]) -> Kernels:
     """What takes the places of the functions of `attn_ops/scans/` in a layer of these ops."""
     names = {name for each in selections for name in (each.name, each.rest)}
-    ranked = sorted(names, key=lambda name: name not in ORDER)  # what knows some ops alone goes over what knows all
+    ranked = sorted(names, key=lambda name: name not in ORDER)  # backends that support only some ops come before those that support all
     return {function: kernel for name in ranked for function, kernel in scans_backend(name).kernels().items()}

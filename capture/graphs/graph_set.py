@@ -113,7 +113,7 @@ class GraphSet:
             self._refuse(key, IN_ANOTHER_PROCESS)
             return self.recorder.bytes_in_use()
         except _no_graph() as error:
-            self.agree(False)  # where the others ask: before the run, or after it
+            self.agree(False)  # where the other ranks ask: before the run, or after it
             self.recorder.rollback(mark)
             self._refuse(key, first_line(error), error)
             return self.recorder.bytes_in_use()
@@ -144,7 +144,7 @@ class GraphSet:
                 with prepare(key) as spec:
                     self._all_go_on()
                     with self.recorder.session():
-                        spec.run()  # what runs for the first time may compile, allocate or wait, which a recording must not
+                        spec.run()  # a first run may compile, allocate or wait, which a recording must not
                     recorded = record(spec.run, self.recorder, lambda op: spec.breaks(op) or op in self.unsafe, spec.keep), spec.state
             except OpNotRecorded as error:
                 if not may_break(error.op):

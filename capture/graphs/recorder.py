@@ -96,7 +96,7 @@ class CudaRecorder:
             # They leave it when a capture ends well, so the driver begins an empty one for them.
             _begin_empty_capture(torch.cuda.current_stream(self.device))
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that it is empty
+                warnings.simplefilter("ignore")  # torch warns that the graph is empty
                 graph.capture_end()
         graph.reset()
         self._renew_pool()

@@ -1,6 +1,6 @@
 """What we change about Inductor's Triton kernels.
 
-In: Inductor's code. Out: the same with our changes, and a key of its cache on disk that says so (`cache_mark.py`).
+In: Inductor's code. Out: the same with our changes, and a disk cache key that includes them (`cache_mark.py`).
 Change: early starts (PDL): `pdl.py`; block sizes for many rows: `launch_sizes.py`.
 Change: where Triton keeps what it compiled: `triton_cache.py`; processes that compile: `workers.py`.
 """

@@ -209,7 +209,7 @@ class EngineThread:
                 self._publish(engine, stepped=True)
             elif self._failed_steps.probe_due:
                 self._end_lost(engine)
-                self._failed_steps.probe(engine)  # what this raises ends the thread
+                self._failed_steps.probe(engine)  # an error here ends the thread
 
     def _answer(self, engine: Engine, question: Callable[[Engine], Any], answer: asyncio.Future[Any]) -> None:
         try:
@@ -246,7 +246,7 @@ class EngineThread:
         scheduler = engine.scheduler
         with self._condition:
             excess = self._queue.take_excess(len(scheduler.running), len(scheduler.waiting), engine.config.max_requests)
-        if excess > 0:  # who was preempted and waits again pushes nobody out
+        if excess > 0:  # preempted requests that wait again push nobody out
             surplus = list(self._waiting.surplus(excess, self._queue.max_queue, scheduler.waiting.count_of))
             self._send(self._fail(engine, surplus, made_room(), "turned_away"))
 
@@ -279,7 +279,7 @@ class EngineThread:
             return
         self._failed_steps.one_worked()
         now = time.perf_counter()
-        if engine.stats.steps > steps:  # else it only waited for the one before
+        if engine.stats.steps > steps:  # otherwise it only waited for the previous one
             self._observer.step(now - started)
         gaps = Counter[float]()  # most tokens of a step have the same gap, so they are counted together
         self._send(update for event in events if (update := self._update_of(event, now, gaps)) is not None)
@@ -363,7 +363,7 @@ def _settle(answer: asyncio.Future[Any], method: Callable[[Any], None], outcome:
     """From any thread; nobody is told whose loop is closed. `method`: the answer's `set_result` or `set_exception`."""
 
     def settle() -> None:
-        if not answer.done():  # who asked has not left
+        if not answer.done():  # the caller has not left
             method(outcome)
 
     with suppress(RuntimeError):

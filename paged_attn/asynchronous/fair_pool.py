@@ -37,7 +37,7 @@ class FairPool:
         self._free, self._free_for_long = threads, long_threads
         self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None  # the last one that gave work
-        self._done: deque[tuple[Hashable, _Piece, Future[Any]]] = deque()  # by the threads, and not settled yet
+        self._done: deque[tuple[Hashable, _Piece, Future[Any]]] = deque()  # finished by the threads, but not settled yet
         self._waiting: dict[Hashable, deque[_Piece]] = {}
         self._busy: set[Hashable] = set()
         # Clients whose next piece may begin, whose turn it is first; by whether that piece is long.
@@ -53,7 +53,7 @@ class FairPool:
         if self._loop not in (None, loop) and self._loop.is_running() and (self._busy or self._waiting):
             raise RuntimeError("an AsyncLLM is for one event loop at a time, and another one that runs waits for it; call it from that one")
         self._loop = loop
-        self._settle()  # what was done when another loop had ended
+        self._settle()  # pieces that finished after another loop had ended
         if self._is_closed:
             raise closed_before_its_end()
         piece = _Piece(work, is_long, self._loop.create_future())
@@ -72,7 +72,7 @@ class FairPool:
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._loop is not None:
-            with suppress(RuntimeError):  # nobody is left to tell
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
                 self._loop.call_soon_threadsafe(self._refuse_all)
 
     def _refuse_all(self) -> None:

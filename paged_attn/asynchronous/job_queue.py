@@ -64,7 +64,7 @@ class JobQueue:
         """The engine's snapshot counts them from now on."""
         for job in jobs:
             self._unseen[job.tenant] -= job.size
-        self._unseen = +self._unseen  # who has none is forgotten
+        self._unseen = +self._unseen  # forget tenants whose count is 0
 
     def take_excess(self, running: int, waiting: int, max_requests: int) -> int:
         """How many prompts have to make room for those that were let into a full queue since the last call.

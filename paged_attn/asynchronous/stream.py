@@ -54,7 +54,7 @@ class Stream(Generic[T]):
             task.cancel()
             await asyncio.wait([task])
             with suppress(asyncio.CancelledError):
-                task.exception()  # else asyncio says that nobody has asked for it
+                task.exception()  # otherwise asyncio logs that it was never retrieved
 
     async def __aenter__(self) -> Stream[T]:
         return self

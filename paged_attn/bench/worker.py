@@ -51,7 +51,7 @@ def end_with_parent() -> None:
             pass
         os.killpg(0, signal.SIGKILL)
 
-    if os.getpgid(0) != os.getpid():  # by hand, in the group of somebody else
+    if os.getpgid(0) != os.getpid():  # started by hand, in another process group
         return
     threading.Thread(target=wait, name="end_with_parent", daemon=True).start()
 

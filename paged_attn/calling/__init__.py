@@ -1,4 +1,4 @@
-"""A user's model is called and left as it was; and how its forward wants to be called.
+"""Calls a user's model and leaves it as it was; and finds out how its forward must be called.
 
 In: a model. Out: context managers around its calls, and facts about its forward.
 Change: arguments of forward: `call_signature.py`; evaluation mode, logits alone: `evaluating.py`; configs: `hf_configs.py`.

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-_HUB = "transformers.integrations.hub_kernels"  # whose decorator chooses a package's function, and keeps the other as __wrapped__
+_HUB = "transformers.integrations.hub_kernels"  # its decorator picks a package's function and keeps the other as __wrapped__
 _lock = threading.Lock()
-_replaced: dict[tuple[int, str], list[Any]] = {}  # by module globals and name: the package's function, and how many callers replace it
+_replaced: dict[tuple[int, str], list[Any]] = {}  # by (globals id, name): the package's function, and how many callers replace it
 
 
 @contextmanager

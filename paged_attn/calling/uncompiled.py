@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-CALL = "_compiled_call_impl"  # where nn.Module keeps what compile() made
+CALL = "_compiled_call_impl"  # attribute where nn.Module keeps the result of compile()
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The `paged-attn` command. `main.py` comes first.
+"""The `paged-attn` command. Start with `main.py`.
 
 In: flags. Out: text or JSON, and an exit status.
 Change: a command: `commands/`; flags that commands share: `options.py`, of the server `serve_options.py`, of a layer `problem.py`.

@@ -86,5 +86,5 @@ def _run(
     return output[: batch.num_tokens]
 
 
-if __name__ == "__main__":  # in a process of its own: a kernel that fails may take the CUDA context with it
+if __name__ == "__main__":  # in a separate process: a failing kernel may take the CUDA context with it
     print(*smoke_error(backend_class(sys.argv[1])(), torch.device(sys.argv[2])))

@@ -17,7 +17,7 @@ def compile_experts_ahead(
 ) -> None:
     """The kernels of the op with such operands, for any number of rows; see `ExpertsBackend.compile_ahead`."""
     if w1.device.type == "cuda" and torch.version.hip is None:
-        pin_triton_cache()  # or the next process looks for them in another folder
+        pin_triton_cache()  # otherwise the next process looks for them in another folder
     experts_backend(backend).compile_ahead(x, ids, weights, w1, w2, b1, b2, gating)
 
 

@@ -119,7 +119,7 @@ def _operands(node: fx.Node, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]
             return torch.empty_strided([*map(size, value.shape)], [*map(size, value.stride())], dtype=value.dtype, device=value.device)
         if value is not None:
             return size(value)
-        assert callable(node.target)  # what passes have put around their ops knows no value
+        assert callable(node.target)  # nodes that passes put around their ops have no recorded value
         return node.target(*fx.map_arg(node.args, fake), **fx.map_arg(node.kwargs, fake))
 
     return fx.map_arg(node.args, fake), fx.map_arg(node.kwargs, fake)

@@ -33,7 +33,7 @@ _advanced = functools.partial(_setting, advanced=True)  # few people need it: li
 
 STEP_TOKENS = 2048
 CUDA_STEP_TOKENS = 8192  # larger steps have more throughput, but delay other requests' tokens
-MANY_EXPERTS = 32  # for each that a token chooses: of 8,192 tokens each would get 256 and less, and reading its weights takes longer
+MANY_EXPERTS = 32  # per chosen expert: with 8,192 tokens each gets at most 256, and reading its weights takes longer
 MANY_EXPERTS_STEP_TOKENS = 16_384
 OF_THE_GRAPH = ("inductor", "merge_linears", "gemv", "pdl")  # they change the graph: True is an error with compile=False
 

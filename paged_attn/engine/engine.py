@@ -134,7 +134,7 @@ class Engine:
         logger.info("memory: %s", self.budget.describe(self.pool.num_pages))
         if self.states and config.prefix_cache and not slots.kept:
             logger.info("no prefix is reused: its KV is of no use without the recurrent state at its end (see state_snapshots)")
-        interval = config.snapshot_interval if takes_chunks else 0  # else all that follows one runs token by token
+        interval = config.snapshot_interval if takes_chunks else 0  # otherwise everything after one runs token by token
         self.kv = make_kv_manager(config, groups, self.pool.num_pages, slots, self.states, interval)
 
     def _make_loop(self, limits: ModelLimits, defaults: SamplingParams, threads_to_start: int) -> None:
@@ -444,7 +444,7 @@ class Engine:
         except BaseException:
             with self.kv.states.leaving_none(requests):
                 try:
-                    self._collect(0)  # what came before it is not lost
+                    self._collect(0)  # earlier results are not lost
                 finally:
                     self._restart([request for request in requests if request.finish_reason is None])
             self.last_scheduled = requests
@@ -467,7 +467,7 @@ class Engine:
     def _collect(self, keep: int) -> None:
         """Take in what the oldest steps chose, until `keep` are left, and what an exception left over; events go to the processor."""
         while self._in_flight and (len(self._in_flight) > keep or self._in_flight[0].has_come or not self.requests):
-            if not self.requests:  # nobody waits for what it computes
+            if not self.requests:  # nobody waits for its results
                 self._in_flight.clear()
                 return
             started = time.perf_counter()

@@ -11,7 +11,7 @@ from paged_attn.engine.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-# By transformers' names: of those that say how a token is drawn, and of those that hold for greedy decoding, too.
+# transformers' names of the settings for sampling only, and of those that also apply to greedy decoding.
 DRAWN = ("temperature", "top_k", "top_p", "min_p")
 ALWAYS = ("max_new_tokens", "min_new_tokens", "repetition_penalty", "bad_words_ids", "stop_strings", "num_return_sequences")
 # What else would change tokens: the values that ask for nothing.
@@ -71,7 +71,7 @@ def as_params(given: Any, defaults: SamplingParams, ends: Collection[int] = ()) 
         raise ValueError(f"the GenerationConfig has max_length={config.max_length}, which counts the prompt, too; give max_new_tokens")
     samples = not defaults.is_greedy if config.do_sample is None else config.do_sample
     own: dict[str, Any] = {}
-    if config.eos_token_id is not None:  # in place of the model's own
+    if config.eos_token_id is not None:  # replaces the model's own
         ends = end_tokens(config.eos_token_id)
         own = {"stop_token_ids": ends, "ignore_eos": True}
     stated = _stated(config, samples, 1.0 if defaults.is_greedy else defaults.temperature, ends)

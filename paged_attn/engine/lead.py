@@ -20,7 +20,7 @@ from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.parallel.ranks import Ranks
 
 IDLE = datetime.timedelta(days=365)  # longest time without any call
-# Of each group of ranks another one, of gloo; none is destroyed, since no second one could have its name.
+# One more group per group of ranks, over gloo. None is destroyed, because no second one could have its name.
 _lines: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
@@ -105,7 +105,7 @@ class _Leader:
     def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **keywords: Any) -> Request:
         self._line.check()
         _refuse_what_does_not_travel(params, keywords)
-        request = self._engine.add_request(prompt_token_ids, params, **keywords)  # what it refuses nobody hears of
+        request = self._engine.add_request(prompt_token_ids, params, **keywords)  # requests that it refuses are not passed on
         told = {**keywords, "request_id": request.id}  # they decode what this one does: what cannot be decoded ends a request on all
         self._line.say(("add_request", (request.prompt_token_ids, request.params), told))
         return request

@@ -260,7 +260,7 @@ class LLM(PoolingCalls):
         Prompts are checked and queued at the call, not at the first `next`.
         """
         events = self._events(self._add(prompts, one_of(params, sampling_params), namespace, priority, streamed=True, lora=lora))
-        next(events)  # from here on closing it cancels, even if nothing was read
+        next(events)  # from here on, closing it cancels the requests even if nothing was read
         return events  # type: ignore[return-value]
 
     @property
@@ -362,7 +362,7 @@ class LLM(PoolingCalls):
                 self._raise_errors(requests)
                 if finished:
                     for request in requests:
-                        if request.finish_reason is FinishReason.CANCELLED:  # by somebody else: `close`
+                        if request.finish_reason is FinishReason.CANCELLED:  # by another caller: `close`
                             yield TokenEvent(request.id, None, "", str(request.finish_reason), index=request.index, answer=request.answer)
                     return
                 self._step()

@@ -106,7 +106,7 @@ class OutputProcessor:
         if not request.max_new_tokens:  # it was to be scored or embedded, and that is done
             self.stats.cached_tokens += request.cached_tokens
             request.drop_pending_token()
-            self.kv.share(request)  # with the states of its snapshots, which are dropped at its end
+            self.kv.share(request)  # including its snapshots, which are dropped when it ends
             return self._finish(request, FinishReason.LENGTH)
         request.tokens.append(token_id)
         if request.params.logprobs is not None:

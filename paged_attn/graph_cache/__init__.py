@@ -1,4 +1,4 @@
-"""Traced and rewritten graphs on disk, as data that hold no code.
+"""Traced and rewritten graphs on disk, as data without code.
 
 In: a model and its settings. Out: the graph that an earlier process captured, or none.
 Change: what makes a graph valid: `_changed` in `cached_graphs.py`, `key.py`; what a record holds: `record.py`, `graph_data.py`.

@@ -28,7 +28,7 @@ from paged_attn.shown import shown
 from paged_attn.stopwatch import part
 
 logger = logging.getLogger("paged_attn")
-# An op that nobody has registered in this process, for one; or whatever somebody else has made of a file.
+# For example an op that is not registered in this process, or a file that something else has changed.
 _UNUSABLE = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
 MOST_EVALUATED_BYTES = 256 << 20  # in all tensors whose values the proofs depend on
 

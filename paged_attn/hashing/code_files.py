@@ -14,8 +14,8 @@ from torch._guards import TracingContext
 from paged_attn.hashing.code_text import installed, versioned
 from paged_attn.hashing.stable_hasher import Indescribable, StableHasher
 
-# Of transformers: the installed packages, which the key lists, in an order that changes from process to process; and what each class of
-# model that this process has made can record, which the class's own file says.
+# In transformers: the installed packages, which the key lists, in an order that changes from process to process; and what each model class
+# created in this process can record, which the class's own file says.
 _NOT_EVIDENCE = frozenset({"PACKAGE_DISTRIBUTION_MAPPING", "_CAN_RECORD_REGISTRY"})
 _GENERATED = "<string>"  # a dataclass's generated methods: their class is in one of the hashed files
 OURS = "paged_attn"  # hashed as sources

@@ -46,5 +46,5 @@ def _constant(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({','.join(map(_constant, value))})"
     if isinstance(value, frozenset):
-        return f"{{{','.join(sorted(map(_constant, value)))}}}"  # in no order that the next process would have
+        return f"{{{','.join(sorted(map(_constant, value)))}}}"  # sorted: set order differs between processes
     return f"{type(value).__name__} {value!r}"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paged_attn.hashing.stable_hasher import MOST_BYTES, Indescribable, StableHasher, class_items, tensor_digest
 
-# Of torch's own attributes of a module; which of the hooks count is asked separately.
+# torch's own attributes of a module; which hooks count is decided separately.
 _OF_TORCH = frozenset(nn.Module().__dict__)
 _KEPT_WITH_IT = ("_paged_attn_engine",)  # stored on the model, but not part of it
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

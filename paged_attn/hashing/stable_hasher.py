@@ -64,7 +64,7 @@ class StableHasher:
     def __init__(self, modules: Mapping[int, str], strict: bool, inside: str | None = None) -> None:
         self.modules, self.strict, self.inside = modules, strict, inside
         self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []  # what has a number must not die: another value would get its id
+        self._kept: list[Any] = []  # numbered values must stay alive: another value could get the same id
 
     def text(self, value: Any) -> str:
         """Raises Indescribable, when strict; also for more than half a million values."""
@@ -74,7 +74,7 @@ class StableHasher:
             return f"enum {type(value).__module__}.{type(value).__qualname__}.{value.name}"
         if isinstance(value, types.ModuleType):
             return f"module {value.__name__}"
-        if type(value) in (tuple, frozenset):  # which equal ones are one object depends on how the code was loaded
+        if type(value) in (tuple, frozenset):  # whether equal ones are the same object depends on how the code was loaded
             return self._container(value)
         number = self._numbers.get(id(value))
         if number is not None:

@@ -43,7 +43,7 @@ _NO_MASK = (
 _SILENT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
            "output_router_logits", "position_embeddings", "num_items_in_batch", "logits_to_keep"}  # fmt: skip
 _patched: weakref.WeakKeyDictionary[nn.Module, tuple[Patched, int]] = weakref.WeakKeyDictionary()
-_implementations: dict[int, str] = {}  # by the id of a patched model's config: what it had before
+_implementations: dict[int, str] = {}  # by the id of a patched model's config: its original implementation
 _recording = threading.local()
 _watching = threading.local()
 

@@ -1,5 +1,5 @@
-"""What other programs bring a model in by: a class of theirs over our `LLM`.
+"""Adapters for other programs: their model class over our `LLM`.
 
-In: their calls. Out: their answers. One file a program, each with the extra of its name.
+In: their calls. Out: their answers. One file per program, each with the extra of the same name.
 Change: lm-evaluation-harness: `lm_eval.py`.
 """

@@ -21,7 +21,7 @@ from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.shown import shown
 
 SCORES_AT_A_TIME = 1 << 18  # tokens whose log-probabilities are in memory at once
-Scored = tuple[tuple[str, str] | None, list[int], list[int]]  # what the harness caches it by, context, continuation
+Scored = tuple[tuple[str, str] | None, list[int], list[int]]  # the harness's cache key, context, continuation
 
 
 @register_model("paged_attn")

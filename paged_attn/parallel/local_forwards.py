@@ -16,7 +16,7 @@ from paged_attn.parallel.plan import EXPERT_PARALLEL
 from paged_attn.parallel.ranks import Ranks
 
 Forward = Callable[..., Any]
-# Of ep_router (up to transformers 5.22) the ids are as the module gives them: `WholeExperts` takes those of all ranks.
+# For ep_router (up to transformers 5.22) ids are passed on unchanged: `WholeExperts` takes the ids of all ranks.
 AS_IT_IS = {"colwise", "packed_colwise", "replicated_with_grad_allreduce", "replicate", "local_params", "mla_kv_a_proj", "ep_router"}
 
 

@@ -44,7 +44,7 @@ def plan_of(model: nn.Module) -> Plan | None:
     if not sharded:
         return None
     _refuse_other_sharding(model)
-    meshes = list(dict.fromkeys(p.device_mesh for p in sharded.values()))  # in an order that is the same on all ranks
+    meshes = list(dict.fromkeys(p.device_mesh for p in sharded.values()))  # in the same order on all ranks
     mesh = meshes[0]
     if any(each.ndim != 1 or not torch.equal(each.mesh, mesh.mesh) for each in meshes):
         raise UnsupportedError(

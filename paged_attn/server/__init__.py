@@ -1,6 +1,6 @@
 """An OpenAI-compatible HTTP server over one `AsyncLLM`; needs the extra `serve`.
 
-In: HTTP requests. Out: JSON, or server-sent events. `app.py` puts it together, `run.py` runs it.
+In: HTTP requests. Out: JSON, or server-sent events. `app.py` assembles it, `run.py` runs it.
 Change: routes and fields: `api/`; limits and errors before any route: `http/`; logs, metrics, traces: `logs/`.
-Change: what the server is told: `settings.py`; what routes share: `state.py`; signals and draining: `run.py`.
+Change: settings: `settings.py`; what routes share: `state.py`; signals and draining: `run.py`.
 """

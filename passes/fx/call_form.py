@@ -25,7 +25,7 @@ _NO_IDS = (
 _NO_TOKENS = ("position_ids", "attention_mask", "token_type_ids", "labels")  # inputs [batch, T] that are not token ids
 
 
-Values = dict[fx.Node, Any]  # by placeholder: the real tensor, or number, that the traced call was given
+Values = dict[fx.Node, Any]  # by placeholder: the real tensor or number passed to the traced call
 
 
 class CallNotPaged(Exception):
@@ -163,7 +163,7 @@ def _role(node: fx.Node, tokens: Any, logits: Any, ids: fx.Node | None) -> str:
         return "owned"
     name = input_name(node)
     if node is ids and name != "inputs_embeds":
-        return "input_ids"  # by whatever name
+        return "input_ids"  # whatever the parameter is called
     if name in ("input_ids", "position_ids"):
         return name
     return "logits_rows" if name == "logits_to_keep" else f"call:{name}"

@@ -30,7 +30,7 @@ class Rows:
         return self.before, self.after
 
 
-SIZES = "sizes"  # in place of a layout: numbers that are read off a tensor's shape
+SIZES = "sizes"  # instead of a layout: numbers read off a tensor's shape
 
 
 def reads_sizes(node: fx.Node) -> bool:

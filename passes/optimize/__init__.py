@@ -1,4 +1,4 @@
-"""What makes a paged graph faster: a file or a folder each. `linear_float32` alone adds up in another order.
+"""What makes a paged graph faster: one file or folder each. `linear_float32` alone adds up in another order.
 
 In: a graph whose attention is paged. Out: the same values in fewer or cheaper launches.
 Change: rows of logits: `logits_gather/`; linears: `linears/`; experts and routers: `dense_experts.py`, `stacked_experts.py`, `routing.py`.

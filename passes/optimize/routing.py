@@ -172,7 +172,7 @@ def _agrees(routing: Routing, probe: tuple[Tensor, Tensor | None], expected: tup
         given, chosen = routing(*probe)
     except MISFITS:
         return False
-    order, wanted = chosen.argsort(1), ids.argsort(1)  # in which order a token's experts stand is not asked
+    order, wanted = chosen.argsort(1), ids.argsort(1)  # the order of a token's experts does not matter
     if not torch.equal(chosen.gather(1, order), ids.gather(1, wanted)):
         return False
     limit = ROUNDINGS * torch.finfo(weights.dtype).eps

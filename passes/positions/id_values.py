@@ -42,7 +42,7 @@ def check_id_values(graph: fx.Graph, form: CallForm, values: Values) -> None:
     runs, writers = (one, two, two[: count // 2]), writers_of(graph.nodes)
     for node in made:
         if isinstance(value_of(node), (tuple, list)) or all(user in made for user in node.users):
-            continue  # what is read of it is looked at instead
+            continue  # the values read from it are checked instead
         probe = RowProbe(form, values, node, writers)
         seen = [_by_id(node, probe, positions, run) for run in runs]
         if not (_same(seen[0], seen[1]) and _same(seen[1], seen[2], two[: count // 2])):

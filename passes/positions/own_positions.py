@@ -92,7 +92,7 @@ def _first_outside(user: fx.Node, index: fx.Node, rows: int, form: CallForm, val
         node.op == "placeholder" and form.roles[node] not in ("owned", "tokens", "position_ids") for node in sliced
     ):
         return None
-    count = rows + 64  # what a learned table starts with (an offset) is far shorter
+    count = rows + 64  # the offset at the start of a learned table is far shorter
     numbers = torch.arange(count, device=value_of(index).device)
     given = {node: numbers[None] if node is form.positions else numbers for node in starts & set(sliced)}
     try:

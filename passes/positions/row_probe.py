@@ -15,7 +15,7 @@ from paged_attn.passes.fx.slicing import ancestors, evaluate
 from paged_attn.passes.fx.token_data import token_axis
 
 LENGTHS = ((13, 29), (4, 7))  # the second for models with fewer positions
-FARTHER = (1031, 131101)  # where a number made of the number of tokens, such as max(1, T / 4096), may have begun to matter
+FARTHER = (1031, 131101)  # long calls, for numbers computed from T that matter only then, such as max(1, T / 4096)
 MOST_NUMBERS = 1 << 23  # in the largest tensor created for these calls
 
 

@@ -98,7 +98,7 @@ def _prove(probe: MaskProbe, max_positions: int | None) -> MaskProof:
     _check(probe, found, family, direct.visible)
     bias = None if direct.bias is None else _prove_bias(probe, direct.visible, direct.bias, max_positions)
     tabulated = bias.table.shape[1] if bias is not None and bias.table is not None and not _saturates(bias) else None
-    count = len(MATCH_LENGTHS) + len(CHECK_LENGTHS) + len(PACKINGS) + 1  # and the unscaled one
+    count = len(MATCH_LENGTHS) + len(CHECK_LENGTHS) + len(PACKINGS) + 1  # plus the unscaled one
     adds = f" + {bias.describe()}" if bias else ""
     evidence = f"mask evaluated on {count} probes = {family.describe()}{adds}; {len(probe.nodes)} nodes"
     return MaskProof(family, evidence, bias, min(filter(None, (tabulated, probe.table_length)), default=None))

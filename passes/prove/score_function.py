@@ -74,7 +74,7 @@ def mixed_heads(site: AttentionSite, form: CallForm, values: Values) -> MixesHea
     """The refusal of an attention that makes the scores or weights of one head from products of others; None for any other."""
     try:
         ScoreRegion(site, form, values).check_heads()
-    except UnsupportedError as reason:  # where it is another, nothing of it can be evaluated alone
+    except UnsupportedError as reason:  # for any other refusal, no part can be evaluated by itself
         return reason if isinstance(reason, MixesHeads) else None
     return None
 

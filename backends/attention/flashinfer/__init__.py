@@ -1,4 +1,4 @@
-"""FlashInfer's kernels behind the contract. `backend.py` comes first.
+"""FlashInfer's kernels behind the contract. Start with `backend.py`.
 
 In: a step's batch and one layer's tensors. Out: the layer's output rows.
 Change: which kernel runs a part: `choose.py`; arguments of FlashInfer's wrappers: `planner.py`; their objects: `wrappers.py`.

@@ -137,7 +137,7 @@ def compiled(
     for tensor in (query, key, value):
         maybe_mark_dynamic(tensor, 2)
     for tensor in where:
-        maybe_mark_dynamic(tensor, tensor.dim() - 1)  # which does not know of -1
+        maybe_mark_dynamic(tensor, tensor.dim() - 1)  # it does not accept -1
     maybe_mark_dynamic(where.blocks, 2)
     constants = (query.dtype, query.shape[1], key.shape[1], key.shape[3], value.shape[3], query.device)
     return _compiled(formula, constants)(query, key, value, where, slopes, bias)

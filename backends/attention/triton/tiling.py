@@ -197,7 +197,7 @@ def _hopper(spec: AttentionSpec, longest_context: int) -> Tiling:
     query_tiles = 2 if 2 * queries + 2 * block <= HOPPER_BYTES else 1
     stages = min(4, (HOPPER_BYTES - query_tiles * queries) // block)
     few, many = block_n == 64 and spec.qk_head_dim <= 128, spec.v_head_dim > 128
-    registers = 56 if few else 88 if many else 72  # for addresses of 64 rows of 128 columns, of 256, or between
+    registers = 56 if few else 88 if many else 72  # for the addresses of 64 rows with 128 columns, with 256, or in between
     return Tiling(128, block_n, 4, stages, 1, 1, item_cost=1, hopper=True, query_tiles=query_tiles, producer_registers=registers)
 
 

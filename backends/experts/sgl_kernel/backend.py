@@ -18,7 +18,7 @@ from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem, odd_widths
 from paged_attn.backends.needs import HALF, SGL_KERNEL, TRITON, Needs, Requirement
 
-# Of sgl_kernel's functions, each of rows [gate, up], by our activations.
+# Functions of sgl_kernel on rows [gate, up], by our activations.
 GATES = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_tanh_and_mul"}
 ALIGNMENT = 16  # bytes per row must be a multiple of this
 SMALLEST_BLOCK = 16  # rows of one expert

@@ -150,7 +150,7 @@ def sorted_pairs(ids: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor,
         launch(sort_few_pairs, (1,), ids, counts, pairs, blocks, num_pairs, num_blocks, **how, **early_start(ids.device))
         return pairs, blocks, counts
     counts = torch.zeros(padded, dtype=torch.int32, device=ids.device)
-    # Not as halves of one tensor: the second would lie at any multiple of 4 bytes, for which Triton compiles the kernels anew.
+    # Not halves of one tensor: the second could start at any multiple of 4 bytes, for which Triton recompiles the kernels.
     ranks, pairs = (torch.empty(num_pairs, dtype=torch.int32, device=ids.device) for _ in range(2))
     launch(count_pairs, (triton.cdiv(num_pairs, SORTED_AT_ONCE),), ids, counts, ranks, num_pairs, EXPERTS=experts, BLOCK=SORTED_AT_ONCE)
     launch(sort_pairs, (triton.cdiv(num_pairs, SORTED_AT_ONCE),), ids, counts, ranks, pairs, blocks, num_pairs, num_blocks, **how)

@@ -131,7 +131,7 @@ def _add_up(parts, ids, output, token, h, EXPERTS: tl.constexpr, TOP_K: tl.const
     total = tl.zeros(h.shape, tl.float32)
     for j in tl.static_range(TOP_K):
         served = tl.load(ids + token * TOP_K + j) < EXPERTS
-        part = tl.load(parts + (token * TOP_K + j) * H + h, mask=served & (h < H), other=0.0, cache_modifier=".cg")  # from all programs
+        part = tl.load(parts + (token * TOP_K + j) * H + h, mask=served & (h < H), other=0.0, cache_modifier=".cg")  # by all programs
         total += part.to(tl.float32)
     tl.store(output + token * H + h, total.to(output.dtype.element_ty), mask=h < H)
 

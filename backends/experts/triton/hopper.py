@@ -17,7 +17,7 @@ from paged_attn.backends.machine import machine_of
 BLOCK = 128  # pairs per tile
 COLUMNS, DEPTH = 256, 64
 STAGES = 4
-FEWEST_PAIRS = 24  # that an expert gets on average: with fewer the general kernels' small tiles are faster
+FEWEST_PAIRS = 24  # average pairs per expert; with fewer, the general kernels' small tiles are faster
 _NO_GATE = Gating("none", gated=False)
 
 

@@ -54,7 +54,7 @@ def route_kernel(
             taken = tl.where(group == best_group, 1, taken)
             worth = tl.where(group == best_group, float("-inf"), worth)
         choice = tl.where(real & (taken == 0)[:, None], hidden, choice)
-    finite = tl.maximum(choice, LOWEST, propagate_nan=tl.PropagateNan.ALL)  # what is chosen becomes -inf, below all that is left
+    finite = tl.maximum(choice, LOWEST, propagate_nan=tl.PropagateNan.ALL)  # chosen scores become -inf, below all remaining ones
     choice = tl.where(real, finite, float("-inf"))
     flat, scores = tl.reshape(choice, [G * S]), tl.reshape(score, [G * S])
     every = tl.arange(0, G * S)

@@ -16,7 +16,7 @@ from paged_attn.backends.scans.triton.prompts_kernel import scan_channels, scan_
 
 MOST = 256  # largest state dimension that a program holds whole
 CHUNK = 32  # tokens, solved one after the other
-WIDE_CHUNK = 16  # where products are of float32, which takes twice the registers
+WIDE_CHUNK = 16  # for products in float32, which take twice the registers
 WIDE_COLUMNS = 32  # columns of a state per program, where products are in float32
 COLUMNS = 64  # Trap: of 16 bits not fewer: on Hopper, Triton 3.6 multiplies matrices of 16 and 32 columns
 # wrongly, or reads past its shared memory (triton#11366); tests/gpu/test_scans.py has the widths that showed it

@@ -15,7 +15,7 @@ from paged_attn.backends.scans.triton.prompts import COLUMNS, NARROW, WIDE_COLUM
 from paged_attn.backends.scans.triton.ssd_kernel import chunk_outputs, chunk_states
 
 CHUNK = 64  # tokens
-WIDE_CHUNK = 32  # where products are of float32
+WIDE_CHUNK = 32  # for products in float32
 WHOLE = 256  # elements of a channel's state that a program holds whole
 TOO_SMALL = (torch.float16,)  # states are unbounded, and so are products with them
 TOGETHER = 16  # heads, at most, that share the products of their queries and keys

@@ -22,7 +22,7 @@ class CallSplitter:
     def __init__(self, format: ToolFormat, most: int | None = None) -> None:
         self._format, self._most = format, most
         self._text = ""  # not told yet
-        self._space = ""  # at the end of what was told; it may stand before a call
+        self._space = ""  # trailing space of the text so far; a call may follow it
         self._may_end = False  # something has come since the last look that a call may end with
         self._looked_at = 0  # characters, when what may be a call was not whole
         self._num_calls = 0

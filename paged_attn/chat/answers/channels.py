@@ -31,7 +31,7 @@ class ChannelReader:
         self._most = most if has_tools else 0
         self._num_calls = 0
         self._held, self._header = "", ""
-        self._looked_at = 0  # where the end of a call is looked for
+        self._looked_at = 0  # position from which the end of a call is searched
         self._kind: Kind = "header"
         self._has_told: set[type[Content | Reasoning]] = set()
         self._is_new = False  # nothing of this message was told

@@ -39,7 +39,7 @@ class TemplateReader:
         self._call_begins: int | None = None
         self._num_calls = 0
         self._has_failed = False
-        self._spaces = {"content": "", "reasoning": ""}  # at the end of what was told of each
+        self._spaces = {"content": "", "reasoning": ""}  # trailing space of each text so far
         self._begun = set[str]()
 
     def feed(self, text: str) -> list[Part]:

@@ -29,7 +29,7 @@ class HermesFormat(ToolFormat):
                     return Taken((), end)
             except ValueError:
                 return Taken((), end)
-            close = text.find(CLOSING, end)  # that one stood in a string
+            close = text.find(CLOSING, end)  # that closing tag was inside a string
         else:
             return Taken((), close if close > 0 else len(text))
         if not ended:

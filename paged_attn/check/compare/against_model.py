@@ -50,7 +50,7 @@ def check_against_model(model: Logits, original: Original, truth: Truth, name: s
     by_rounding = [row_errors(got, run) for (_, got), run in zip(pairs, wide, strict=True)]
     level = max(typical(torch.cat(by_rounding)), rounding(original.narrow, truth.logits[0].dtype))
     limit = MULTIPLE * level
-    chosen = sum(int((rows > limit).sum()) for rows in by_rounding)  # in which rounding changed what a router chose
+    chosen = sum(int((rows > limit).sum()) for rows in by_rounding)  # rows in which rounding changed a router's choice
     wrong = [(_unexplained(*pair, original, truth, prompt, limit, settings), prompt) for prompt, pair in enumerate(pairs)]
     if settings.fails(sum(count for count, _ in wrong) > math.ceil(1.5 * chosen)):
         count, prompt = max(wrong)

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, is_in_flight, tensors_in, wider
 from paged_attn.passes.fx.graph_tools import is_view, name_of, writes_in_place
 
-Choices = Mapping[str, Any]  # by node, what the operation returned
+Choices = Mapping[str, Any]  # by node: the operation's result
 # Floating numbers that no kernel rounds (how many, and ones among zeros); what is made of them (where an expert's rows begin) is no choice.
 COUNTS = ("histc", "scatter")
 

@@ -108,7 +108,7 @@ class PiecewiseRun(fx.Interpreter):
         self.boundaries, self.visit, self.skip = boundaries, visit, skip
         self.given: dict[str, tuple[Any, ...]] = {}
         self.seen: dict[tuple[str, int], Tensor] = {}
-        self._made_by: dict[int, tuple[str, int]] = {}  # by the id of a tensor that lives
+        self._made_by: dict[int, tuple[str, int]] = {}  # by the id of a live tensor
         self._breaks = frozenset(split.breaks)
         self._operand_indices = {name: operand_indices(getattr(split.gm, name)) for name in boundaries.given}
         self._written = {name: written_indices(getattr(split.gm, name)) for name in split.breaks}

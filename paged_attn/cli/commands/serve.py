@@ -129,5 +129,5 @@ def _load(args: argparse.Namespace, config: EngineConfig) -> LLM:
         llm.load_lora(name, folder)
     print(where_it_runs(llm), file=sys.stderr, flush=True)
     gc.collect()
-    gc.freeze()  # else Python looks through all of torch every now and then, and for 0.2 s no token comes; the engine stays to the end
+    gc.freeze()  # otherwise the collector scans all of torch now and then, and no token comes for 0.2 s; the engine lives to the end
     return llm

@@ -217,7 +217,7 @@ class MemoryBudget:
         """Slot 0 included."""
         needs = self.needs
         fit = int(memory // (needs.slot + needs.pages_per_slot))
-        if needs.most is not None:  # and a request of full length fits wherever half of the memory holds it
+        if needs.most is not None:  # a request of full length fits wherever half of the memory holds it
             fit = min(fit, int((memory - min((1 + needs.most) * needs.page, memory / 2)) // needs.slot))
         most = int((memory - (1 + needs.least) * needs.page) // needs.slot)
         return min(max(fit, 2), max(most, 0))
@@ -227,6 +227,6 @@ class MemoryBudget:
         if self.config.kv_memory_gib is not None:
             return self.config.kv_memory_gib * 2**30
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what loading and checking the model left is free, though the driver does not call it so
+            torch.cuda.empty_cache()  # memory left by loading and checking the model is free, but the driver does not report it so
             return max(torch.cuda.mem_get_info(self.device)[0] + taken - kept_free, 0) * GPU_KV_SHARE
         return CPU_KV_GIB * 2**30

@@ -216,7 +216,7 @@ class GroupedKVManager(KVManager):
                 continue
             pages, cached = request.rows.pages[request.row, : request.num_pages], request.num_cached
             needed[pages[first(cached) // size :]] = True
-            if to_start:  # where it would go on if it ended now, and where others may leave what it computes
+            if to_start:  # where it would continue if it ended now, and where others may diverge from it
                 last = max(cached - MAX_UNCONFIRMED, 0) // size * size
                 for point in {last, left_tree} if request.num_validated < left_tree else {last}:
                     needed[pages[first(point) // size : point // size]] = True

@@ -276,7 +276,7 @@ class RadixCache:
         return self.evict(self._evictable)
 
     def _aligned(self, tokens: Sequence[int]) -> list[int]:
-        # The elements of a tensor hash by identity: they would never match, without a word.
+        # Elements of a tensor hash by identity: they would silently never match.
         if not isinstance(tokens, Sequence):
             raise TypeError(f"tokens is a {type(tokens).__name__}, but must be a sequence of int; call .tolist() on it")
         return list(tokens[: len(tokens) // self.page_size * self.page_size])

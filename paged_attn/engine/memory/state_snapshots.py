@@ -67,10 +67,10 @@ class StateSnapshots:
     def __init__(self, allocator: PageAllocator, slots: SlotAllocator, copy: Callable[[int, int], None], most: int, reserved: int) -> None:
         self.slots, self._copy, self._most, self._reserved = slots, copy, most, reserved
         self.tree = RadixCache(allocator, on_payload_removed=self._removed)
-        self.taken: set[int] = set()  # by takers, who have neither attached nor dropped them
+        self.taken: set[int] = set()  # slots that their takers have neither attached nor dropped
         self._spare: dict[int, RadixNode] = {}  # the oldest first
         self._used: OrderedDict[int, RadixNode] = OrderedDict()  # least recently used first
-        self._stays_held = NO_SLOT  # by a request, when its node loses it
+        self._stays_held = NO_SLOT  # a slot that stays with its request when its node loses it
 
     @property
     def num_attached(self) -> int:

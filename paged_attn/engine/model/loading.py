@@ -64,7 +64,7 @@ def load_model(
         model.eval()
         shown.update()
         shown.set_postfix_str(f"to {device}")
-        if options.quantization_config is None:  # else it lies there already, and some kinds cannot be moved
+        if options.quantization_config is None:  # otherwise it is there already, and some kinds cannot be moved
             torch.nn.Module.to(model, device)
         shown.update()
         shown.set_postfix_str("tokenizer")

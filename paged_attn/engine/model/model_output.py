@@ -49,7 +49,7 @@ def check_output(model: nn.Module, may_pick_rows: bool = True) -> TokenIds:
     forget_how(model)
     _refuse_renormalised(model)
     count = min(TOKENS, max_positions(model) or TOKENS)
-    ids = few_ids(model, 1 + count, model_device(model))[1:] % TOKENS  # in no order that positions have
+    ids = few_ids(model, 1 + count, model_device(model))[1:] % TOKENS  # in an order that differs from that of positions
     inputs = plain_inputs(model, ids) | ({"use_cache": False} if takes(model, "use_cache") else {})
     name = type(model).__name__
     tables = set[int]()

@@ -144,7 +144,7 @@ class ModelState:
 
 _lock = threading.Lock()
 _states: weakref.WeakSet[ModelState] = weakref.WeakSet()
-_hook: Any = None  # on the steps of all optimizers, from the first state on
+_hook: Any = None  # called after every optimizer's step, once there is a first state
 
 
 def _told_of_optimizers(state: ModelState) -> None:

@@ -178,7 +178,7 @@ class TracedRunner:
             self.compiled, args = trace_model(self.model, options, positions, on_all)
         self._use(args)
         if kept is not None:
-            if stale is not None:  # what was refused was the graph, and not what the model is to be served with
+            if stale is not None:  # the cached graph was refused, not the model
                 logger.warning("the graph %s was not used, and the model was traced anew: %s", *stale)
                 kept.entries.remove(stale[0])
             kept.keep(self.compiled, args)
@@ -204,7 +204,7 @@ class TracedRunner:
             refuse_branches(self.model, self.compiled.rewrite.form.min_tokens, self.token_ids.tried)
         self.inputs = GraphInputs(self.compiled.roles, args)
         self.takes_logits_rows = self.inputs.takes_logits_rows
-        self.max_rows = self.compiled.rewrite.form.max_tokens  # what was traced was not seen in a longer row
+        self.max_rows = self.compiled.rewrite.form.max_tokens  # longer rows were not seen by the trace
         self._traced = GraphInputs(self.compiled.roles, traced)
         self._check(again=False)
         self.compiled.changed_numbers(self._traced.all)  # from now on

@@ -1,4 +1,4 @@
-"""Logits to tokens, on the device, every row by its own settings. `sampler.py` comes first.
+"""Logits to tokens, on the device, every row by its own settings. Start with `sampler.py`.
 
 In: a step's logits and the `SamplingState` of each row that samples. Out: a `SamplerOutput`: tokens, and log-probabilities where asked.
 Change: the order of edits: `_edited` in `sampler.py`; what the device gets of the settings: `row_settings.py`.

@@ -261,7 +261,7 @@ class Scheduler:
         if not drained:
             self.wants_drain = True
             return False
-        with self.kv.states.leaving_none(victims):  # which would take the places that they give
+        with self.kv.states.leaving_none(victims):  # snapshots would take the slots that they free
             for victim in victims:
                 plan.drop(victim)
                 self.preempt(victim)

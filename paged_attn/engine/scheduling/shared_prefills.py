@@ -29,7 +29,7 @@ class SharedPrefills:
         self._prefixes: dict[Request, tuple[Hashable, int]] = {}  # per holder: its prefix key, and how many of its tokens were cached
         self._held: dict[Request, dict[Request, None]] = {}  # by holder
         self._waits_for: dict[Request, Request] = {}
-        self._times: dict[Request, int] = {}  # that it was held back
+        self._times: dict[Request, int] = {}  # how often each request was held back
 
     def holder_for(self, request: Request) -> Request | None:
         """Whom a request that has just adopted its cached prefix should wait for.

@@ -56,7 +56,7 @@ class StepPlan:
 
     def _spend(self, request: Request, before: int, now: int) -> None:
         """Its chunk has `now` tokens instead of `before`."""
-        kept = max(request.scores_from - request.num_cached, 0)  # whose logits are known, or not wanted
+        kept = max(request.scores_from - request.num_cached, 0)  # tokens whose logits are known or not wanted
         self.budget -= now - before
         self.score_budget -= max(now - kept, 0) - max(before - kept, 0)
 

@@ -21,7 +21,7 @@ class RoundRobin:
 
     def __init__(self, key: Callable[[Request], Hashable], make_policy: Callable[[], QueuePolicy]) -> None:
         self._key, self._make_policy = key, make_policy
-        self._queues: OrderedDict[Hashable, QueuePolicy] = OrderedDict()  # whose turn it is first
+        self._queues: OrderedDict[Hashable, QueuePolicy] = OrderedDict()  # the next one in turn comes first
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))

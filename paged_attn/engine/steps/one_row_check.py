@@ -25,7 +25,7 @@ from paged_attn.recurrent.run import RecurrentRunner, runner_of
 from paged_attn.tolerances import rounding, row_errors, worst
 
 TOKENS = ((2, 3), (3, 1), (1, 2), (4, 3))  # token ids of the request, tried in turn; models are traced with such ids, too
-ROUNDINGS = 16  # what one piece or attention may differ by: a few dozen operations on rows in another place of the batch
+ROUNDINGS = 16  # allowed difference: a few dozen operations on rows at another index of the batch
 
 
 class OneRowCheck:

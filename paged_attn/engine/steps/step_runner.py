@@ -68,7 +68,7 @@ class StepRunner:
     Captured steps read their inputs from `buffers`; logits of a captured step are overwritten by the next one.
     """
 
-    pool: KVPool  # that of the last `use`, which comes before any step or capture
+    pool: KVPool  # set by the last `use`, which comes before any step or capture
     backend: AttentionBackend
 
     def __init__(

@@ -1,6 +1,6 @@
 """A model as one graph with a symbolic number of tokens.
 
-In: a model. Out: a `CompiledGraph`, or an UnsupportedError that says why not. `trace_model.py` comes first.
+In: a model. Out: a `CompiledGraph`, or an UnsupportedError that says why not. Start with `trace_model.py`.
 Change: how a model is called and captured: `trace_model.py`; what is set aside meanwhile: `while_tracing.py`; messages: `trace_failure.py`.
 Change: how modules are called: `module_calls.py`.
 Change: modules that become ops: `opaque_modules.py` (untraceable), `on_all_tokens.py` (mix tokens), `experts_as_ops.py` and `looping/`

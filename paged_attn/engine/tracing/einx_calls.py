@@ -70,7 +70,7 @@ def _axes(pattern: str, tensors: tuple[Any, ...]) -> tuple[list[list[str]], list
     many = [f"...{index}" for index in range(dots.pop() if dots else 0)]
     inputs = [_without_dots(names, many) for names in inputs]
     if dims != list(map(len, inputs)) or any(len(set(names)) < len(names) or any(map(str.isdigit, names)) for names in inputs):
-        return None  # which einx refuses; a diagonal, or a size
+        return None  # einx refuses these: a diagonal, or a size
     if arrow:
         output = _groups(right, many)
     else:

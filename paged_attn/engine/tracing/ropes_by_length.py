@@ -109,7 +109,7 @@ def _longrope(module: Any, kind: str | None) -> Iterator[_Sides]:
     original, more = _original(module, kind), {} if kind is None else {"layer_type": kind}
     made: Tensor = ROPE_INIT_FUNCTIONS[LONGROPE](module.config, original.device, seq_len=border + 1, **more)[0]
     for frequencies in (made.to(original.dtype), made):
-        setattr(module, _name("long_inv_freq", kind), frequencies)  # where a long call leaves them, too
+        setattr(module, _name("long_inv_freq", kind), frequencies)  # where a long call stores them too
         yield _Sides(border, _with(module, kind, original), _with(module, kind, frequencies))
 
 

@@ -113,7 +113,7 @@ def _generate(
     streamer = called["streamer"]
     if others or streamer is not None or with_scores:
         scores = _scores_so_far(keepers, "scores", input_ids) if config.output_scores and with_scores else lambda _: None
-        forced = None if with_scores else pad  # where scores are kept, rows that ended go on with padding by themselves
+        forced = None if with_scores else pad  # with scores, rows that ended continue with padding by themselves
         sequences = Lockstep(input_ids, ends, forced, others, streamer, scores).run(llm, rows, params, limit)
     else:
         sequences = _whole_rows(llm, rows, params, input_ids, pad)

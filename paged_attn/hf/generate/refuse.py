@@ -21,7 +21,7 @@ CALLED_BY_ITSELF = (
     "paged_attn.generate is for transformers: call model.generate(..., custom_generate=paged_attn.generate); for prompts alone there is "
     "paged_attn.LLM(model, tokenizer=...).generate(prompts)"
 )
-# What `generate` hands on that is the same here (K and V lie in the engine's pages however a cache was asked for), or is read elsewhere.
+# Arguments of `generate` that make no difference here (K and V are always in the engine's pages), or are read elsewhere.
 _KNOWN = {"attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep"}
 
 

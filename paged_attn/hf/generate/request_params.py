@@ -16,7 +16,7 @@ from paged_attn.hf.generate.refuse import ON_PAGES
 
 _MOST_SEEDS = 2**63 - 1
 Processor = Callable[[Tensor, Tensor], Tensor]
-# Of transformers: what they make of a row depends on nothing but that row. Some are younger than 5.17.
+# Processors of transformers whose result for a row depends only on that row. Some are newer than 5.17.
 _BY_ROW = {
     getattr(kinds, name, None)
     for name in (

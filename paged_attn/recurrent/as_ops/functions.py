@@ -44,7 +44,7 @@ class _Running:
 
 _running = _Running()
 _one_at_a_time = threading.Lock()
-_replaced: dict[tuple[int, str], tuple[int, Callable[..., Any]]] = {}  # by module's globals and name: how many use it, what it was
+_replaced: dict[tuple[int, str], tuple[int, Callable[..., Any]]] = {}  # by (globals id, name): number of users, the original function
 _proving: set[int] = set()  # threads in which `layer_of_ops` is entered; others may run the same model meanwhile
 
 

@@ -348,4 +348,4 @@ def listed(given: object, param: str = "prompt") -> Sequence[str | list[int]]:
 
 
 def _are_ids(values: list[Any]) -> bool:
-    return all(type(each) is int for each in values)  # and not bool
+    return all(type(each) is int for each in values)  # excludes bool

@@ -214,7 +214,7 @@ def _score_plan(engine: Engine, first: Any, second: Any) -> PoolingPlan:
         return score_plan(engine, first, second)
     except UnsupportedError as error:
         raise bad_request(error, "model") from error
-    except (ValueError, TypeError) as error:  # in the words of `paired`, which begin with the field at fault
+    except (ValueError, TypeError) as error:  # message of `paired`, which begins with the field at fault
         raise bad_request(error, str(error).partition(":")[0]) from error
 
 

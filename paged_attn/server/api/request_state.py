@@ -99,7 +99,7 @@ async def run_until_ended(request: Request, work: Callable[[], Coroutine[Any, An
     finally:
         if call.job is not None and not isinstance(answer, EventStream):
             state.llm.thread.cancel(call.job)
-    return Response(status_code=CLIENT_GONE) if answer is None else answer  # nobody reads it; the metrics count it
+    return Response(status_code=CLIENT_GONE) if answer is None else answer  # nobody reads it, but the metrics count it
 
 
 async def submit_and_wait(request: Request, job: Job, param: str) -> None:

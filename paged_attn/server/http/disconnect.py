@@ -48,7 +48,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(OSError):  # what `send` raises when the client is gone, with newer ASGI versions
+            with contextlib.suppress(OSError):  # raised by `send` when the client is gone, in newer ASGI versions
                 await unless_gone(receive, self._send_all(send))
         finally:
             self.close()

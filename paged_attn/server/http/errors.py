@@ -47,7 +47,7 @@ _DESCRIPTIONS: dict[int | str, str] = {
     409: "requests use what was to go", 413: "the body is too large", 415: "the body is compressed",
     429: "too many requests; see Retry-After", 499: "the request was cancelled by its id",
     500: "a step failed, or the server did", 503: "nothing is served now; see Retry-After", 504: "the request took too long",
-    "default": "any other error",  # else FastAPI adds a 422 of another form
+    "default": "any other error",  # otherwise FastAPI adds a 422 of another form
 }  # fmt: skip
 ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorReply, "description": what} for status, what in _DESCRIPTIONS.items()}
 

@@ -48,7 +48,7 @@ class CallLog:
 
         try:
             await self.app(scope, receive, answering)
-        except Exception as error:  # nobody foresaw it: here, and not further out, the answer still gets its id, and its line
+        except Exception as error:  # unforeseen: caught here, not further out, so that the answer still gets its id and log line
             logger.exception("the request %s failed", call.id)
             if call.status:
                 raise

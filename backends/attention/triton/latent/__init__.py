@@ -2,5 +2,5 @@
 
 In: the step's dealt work (`WorkPartition`) and an `AttentionCall`. Out: the call's rows.
 Change: the kernel, which loads each tile of rows once: `attend_kernel.py`; parts of split items: `merge_kernel.py`.
-Change: on Hopper: `hopper_kernel.py`, `hopper_producer.py`; the launches: `launch.py`; launch numbers: `../tiling.py`.
+Change: on Hopper: `hopper_kernel.py`, `hopper_producer.py`; the launches: `launch.py`; launch parameters: `../tiling.py`.
 """

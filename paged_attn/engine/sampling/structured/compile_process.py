@@ -141,7 +141,7 @@ def _in_a_fork(tokens: Any, what: str, source: str, limits: Limits) -> dict[str,
     child = os.fork()
     if child == 0:
         try:
-            os.closerange(0, 2)  # else whoever waits for this process would wait for its fork, too
+            os.closerange(0, 2)  # otherwise whoever waits for this process would also wait for its fork
             _try(tokens, what, source, limits, writing)
         finally:
             os._exit(0)

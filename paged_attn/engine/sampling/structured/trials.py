@@ -69,7 +69,7 @@ class GuideTrials:
         self.limits = limits
         self._process: subprocess.Popen[str] | None = None
         self._end: Callable[[], object] = lambda: None
-        self._owner = 0  # which process has started it: a fork of that one starts its own
+        self._owner = 0  # pid of the process that started it; a fork starts its own
 
     def run(self, what: str, source: str) -> Trial:
         """Read a source where that can harm nobody.
@@ -141,9 +141,9 @@ def _end(process: subprocess.Popen[str], owner: int) -> None:
     if owner != os.getpid():
         return
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # with what it forked
+        os.killpg(process.pid, signal.SIGKILL)  # including its forks
     process.wait()
     for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(BrokenPipeError):  # what was still buffered
+        with contextlib.suppress(BrokenPipeError):  # data that was still buffered
             if pipe is not None:
                 pipe.close()

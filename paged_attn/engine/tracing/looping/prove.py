@@ -100,7 +100,7 @@ class _Proof:
 
     def program(self) -> Program:
         """Raises NotProved with the reason against the last site that was tried."""
-        with no_collections(), executed_files() as self.files:  # or what the collector runs of others would count as the block's code
+        with no_collections(), executed_files() as self.files:  # otherwise code that the garbage collector runs would count as the block's
             tapes, outputs, fed = zip(*(self._recorded(tokens) for tokens in TOKENS), strict=True)
         both = TwoTapes((tapes[0], tapes[1]), TOKENS)
         if not fed[0] or not fed[1]:

@@ -16,7 +16,7 @@ from paged_attn.shown import shown
 
 LEFT_OUT = ("cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "type")  # fields of a tool that change no answer
 IGNORED_HERE = IGNORED | {"cache_control"}  # prefixes are cached, whatever it says
-# Of all that a body may have, what would change an answer here, and is not supported.
+# Fields of a body that would change an answer and are not supported here.
 OWN_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "container": (NOTHING, "this server runs no code; leave it out"),
     "mcp_servers": (NOTHING, "this server calls no others; give tools, which the client runs"),

@@ -18,7 +18,7 @@ from paged_attn.server.http.errors import ApiError
 from paged_attn.shown import shown
 
 STATELESS = "this server stores no answers; send the whole conversation as input"
-# Of all that a body may have, what would change an answer here, and is not supported.
+# Fields of a body that would change an answer and are not supported here.
 OWN_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "previous_response_id": ((None,), STATELESS),
     "conversation": ((None,), STATELESS),
