@@ -32,7 +32,7 @@ from paged_attn.backends.compiling.compile_pool import Jobs, Workers
 
 logger = logging.getLogger("paged_attn")
 LONG_TO_LOAD = 1.0  # seconds to load a kernel from disk, above which it is logged
-_asked: dict[Hashable, Future[None]] = {}  # all variants of kernels that were ever asked for
+_asked: dict[Hashable, Future[None]] = {}  # every kernel variant requested so far
 _under_way: dict[Any, dict[Hashable, Future[None]]] = {}  # those of a kernel that were not launched yet
 _workers = Workers()
 _compiling: ContextVar[tuple[torch.device, Jobs] | None] = ContextVar("compiling_ahead", default=None)

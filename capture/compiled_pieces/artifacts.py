@@ -114,7 +114,7 @@ class ArtifactCache:
                 header = {"key": key, "guards": guards, "checksum": _checksum(key, guards, body)}
                 entry.touch(mode=0o600)
                 entry.write_bytes(json.dumps(header).encode() + b"\n" + body)
-                os.replace(entry, self.folder / f"{key}.piece")  # whole or not at all, whoever else writes it now
+                os.replace(entry, self.folder / f"{key}.piece")  # atomic, even if other processes write it at the same time
         except OSError as error:
             logger.warning("a compiled piece is not kept in %s: %s. Set %s to another folder, or to none.", self.folder, error, VARIABLE)
         except (RuntimeError, AssertionError) as error:  # torch: something in the piece cannot be serialised, or its caches are off

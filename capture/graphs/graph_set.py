@@ -93,7 +93,7 @@ class GraphSet:
         Raises:
             CaptureError: with `strict`, for the first shape that cannot be captured or does not fit the budget.
         """
-        gc.collect()  # once: what lies in cycles must not be counted as a graph's, and a collection takes long
+        gc.collect()  # once: memory held by cycles must not be counted as a graph's, and collecting takes long
         before = self.recorder.bytes_in_use()
         for key in keys:
             before = self._capture(key, prepare, before)

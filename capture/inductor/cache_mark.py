@@ -15,7 +15,7 @@ def marked(change: str) -> Iterator[None]:
 
     Inductor keys the user's pass over the graph by the name that it gives itself; here that name is longer. Marks inside marks add up.
     """
-    from torch._inductor import config  # not at the top: Inductor takes a second to import, and most processes need none of it
+    from torch._inductor import config  # not at the top: importing Inductor takes a second, and most processes do not need it
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     present: Any = config.post_grad_custom_post_pass

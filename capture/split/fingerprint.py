@@ -108,7 +108,7 @@ def _function(target: Any) -> str:
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     if not isinstance(name, str) or module is None:
         raise Indescribable
-    if not _is_known(target) and _named(module, name) is not target:  # a lambda, a local function, one that was defined anew
+    if not _is_known(target) and _named(module, name) is not target:  # a lambda, a local function, or one that was redefined
         raise Indescribable
     return f"function {module}.{name}"
 

@@ -48,7 +48,7 @@ class EngineThread:
         self.error: BaseException | None = None
         self.snapshot = EngineSnapshot()
         self.queue_seconds = queue_seconds
-        self.raises_start_failure = False  # somebody tells the user why there is no engine
+        self.raises_start_failure = False  # set if the caller tells the user why there is no engine
         self.status = Status.LOADING
         self._make_engine, self._observer = make_engine, observer or Observer()
         self._condition = threading.Condition()
@@ -161,7 +161,7 @@ class EngineThread:
                     self.status = Status.READY
                     self._condition.notify_all()
             self._serve(engine)
-        except BaseException as error:  # the thread's last words: else every client would wait for ever
+        except BaseException as error:  # last resort: otherwise every client would wait forever
             if self.engine is not None or not self.raises_start_failure:
                 logger.exception("the engine's thread ended")
             self._end(Status.DEAD, error)
@@ -345,7 +345,7 @@ class EngineThread:
         for loop, listed in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_dispatch, listed)
-            except RuntimeError:  # the loop was closed: nobody is left to tell
+            except RuntimeError:  # the loop is closed: nobody is left to tell
                 with self._condition:
                     self._cancels += [job for job, _ in listed]
 

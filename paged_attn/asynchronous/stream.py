@@ -30,7 +30,7 @@ class Stream(Generic[T]):
 
     async def __anext__(self) -> T:
         if self._work is not None:
-            pieces = self._pieces  # not of `self`, which the task must not hold: when nobody holds it any more the task is to end
+            pieces = self._pieces  # not `self`: the task must not keep it alive, because it ends when nothing references it
             self._task, self._work = asyncio.ensure_future(self._work(pieces.put_nowait)), None
             self._task.add_done_callback(lambda _: pieces.put_nowait(None))
         if self._task is None:

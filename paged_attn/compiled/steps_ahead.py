@@ -79,7 +79,7 @@ def compile_steps_ahead(
             runs_with.backend, layers, dtype, dtype, runs_with.page_size, device, deterministic=runs_with.deterministic
         ).backend
     except UnsupportedError:
-        return  # said by whoever runs a step
+        return  # reported by the code that runs a step
     ours = all(scans_backend(each.name).compiles_ahead for layer in runs_with.recurrent for each in layer.scans)
     batches = [_batch(lengths, runs_with.page_size) for lengths in (*runs_with.checked, *STEPS)]
     with compiling_ahead(device):

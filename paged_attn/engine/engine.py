@@ -148,7 +148,7 @@ class Engine:
         self.scheduler = Scheduler(
             config, self.kv, score_rows(width) if self.is_causal else NO_SCORES, not self.is_causal, bool(limits.length_borders)
         )
-        every_step = torch.get_num_threads() if config.deterministic else None  # another number rounds otherwise
+        every_step = torch.get_num_threads() if config.deterministic else None  # another number may round differently
         self.threads = ThreadChoice(config.threads or every_step, threads_to_start) if self.device.type == "cpu" else None
         self.overlaps = bool(config.overlap)
         self.sampler = Sampler(self.runner.ranks)

@@ -39,7 +39,7 @@ def default_params(model: Any, ends: Collection[int] = ()) -> SamplingParams:
     if config is None:
         return SamplingParams()
     stated = _stated(config, bool(getattr(config, "do_sample", None)), 1.0, ends)
-    stated.pop("num_return_sequences", None)  # how many answers somebody gets is for them to say
+    stated.pop("num_return_sequences", None)  # the number of answers is for the caller to choose
     if others := _not_served(config):
         logger.warning("the model's generation_config asks for %s, which is not served and left out", ", ".join(others))
     try:

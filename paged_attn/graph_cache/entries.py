@@ -66,7 +66,7 @@ class Entries:
                 written = Path(scratch, "entry")
                 written.touch(mode=0o600)
                 written.write_bytes(_head(key, body).encode() + b"\n" + body)
-                os.replace(written, path)  # whole or not at all, whoever else writes it now
+                os.replace(written, path)  # atomic, even if other processes write it at the same time
         except OSError as error:
             logger.warning("a traced graph is not kept in %s: %s. Set %s to another folder, or to none.", self.folder, error, VARIABLE)
             return None

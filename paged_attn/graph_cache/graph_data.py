@@ -121,7 +121,7 @@ def _function_data(target: Any) -> list[str]:
         name = overloads[0]._schema.name.partition("::")
         data = ["op", name[0], name[2], target._overloadname if isinstance(target, OpOverload) else "", *schemas]
     elif (own := str(getattr(target, "__name__", ""))) in FUNCTIONS["torch._C"] and getattr(torch._C, own, None) is target:
-        data = ["function", "torch._C", own]  # pybind11's name for where it lies differs from version to version
+        data = ["function", "torch._C", own]  # pybind11's name for its location differs between versions
     else:
         qualified = str(getattr(target, "__qualname__", "")).removeprefix("_VariableFunctionsClass.")
         data = ["function", str(getattr(target, "__module__", None)), qualified]

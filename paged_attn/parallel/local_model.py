@@ -58,7 +58,7 @@ class LocalModel:
                 if style == "replicated_with_grad_allreduce":  # a backward hook up to transformers 5.21, which cannot be traced
                     _set_attribute(undo, module, "_backward_hooks", OrderedDict())
                 if isinstance(module, nn.Embedding) and module in cut:
-                    _set_attribute(undo, module, "padding_idx", None)  # it is none of this rank's rows, and counts in training alone
+                    _set_attribute(undo, module, "padding_idx", None)  # it is not among this rank's rows, and matters only in training
             _check(model, expected, _probe(model))
             self._undo = undo.pop_all()
 

@@ -18,7 +18,7 @@ from paged_attn.passes.fx.graph_tools import is_view, name_of, shape_of, sizes_o
 from paged_attn.passes.fx.token_data import read_inputs, token_axis
 from paged_attn.passes.optimize.linears.sites import Linear, linear_of
 
-NARROW = 2  # a row is kept if keys and values together are more than so many times as wide
+NARROW = 2  # a row is kept if keys and values together are more than this many times as wide
 _PUT_TOGETHER = {"cat", "concat", "concatenate", "stack", "copy_", "setitem", "clone", "repeat", "repeat_interleave", "new_empty",
                  "empty", "empty_like", "new_zeros"}  # fmt: skip
 _OTHER_SHAPE = {"view", "reshape", "unsqueeze", "squeeze", "contiguous"}

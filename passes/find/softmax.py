@@ -60,7 +60,7 @@ class _Walk:
 
     softmax: fx.Node
     form: CallForm
-    of_weights: Product | None  # with values, if the softmax stands for weights and is none of the model's
+    of_weights: Product | None  # the product with values, if this softmax stands for weights that the model computes otherwise
 
     @property
     def where(self) -> str:

@@ -173,5 +173,5 @@ def refuse_implausible(sites: list[AttentionSite], form: CallForm, values: Value
             continue  # padding, maybe, which one call has and another has not
         as_called = probe.evaluate_as_called()
         seen = as_seen(as_called, as_called.shape[-1], site.where).visible
-        if match_family(seen) is None and np.triu(seen, 1).any():  # a causal one can be evaluated anew
+        if match_family(seen) is None and np.triu(seen, 1).any():  # a causal mask can be recomputed
             raise unproved(site.where, seen, f"it matches no known family on the {seen.shape[0]} tokens of this call")

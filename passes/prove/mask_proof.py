@@ -19,7 +19,7 @@ CHECK_LENGTHS = (41, 83)
 PACKINGS = ((5, 26, 31), (1, 34, 9, 12))
 DIRECT_LENGTH, DIRECT_LIMIT = 609, 2304  # a family is also checked on one unscaled mask, of more tokens if these suffice to show it
 MOST_DIRECT_ELEMENTS = 1 << 24
-LONGEST_BIAS = 4096  # tokens for which a bias that goes on changing is tabulated, if the model states no limit of its own
+LONGEST_BIAS = 4096  # tokens for which an ever-changing bias is tabulated, if the model states no limit
 MOST_BIAS_ELEMENTS = 1 << 27  # in one bias evaluated for all positions of a model
 
 

@@ -106,7 +106,7 @@ class SubgraphProbe:
 
         def constant(node: fx.Node, value: Any) -> Any:
             image = images.get(scaled_number(node, value))  # type: ignore[arg-type]
-            if image is None and self.scales is LIMITS and is_size(node):  # a table that is made of so many entries is shaped so, too
+            if image is None and self.scales is LIMITS and is_size(node):  # a table built with this many entries also has that shape
                 image = images.get(value) if type(value) is int else None
             return value if image is None else type(value)(image if value > 0 else -image)
 

@@ -20,7 +20,7 @@ from paged_attn.passes.recompute.region import RecomputeRegion
 
 SHORT, MORE = 17, 12  # tokens of the short probe; tokens added after the last compared beginning
 LONG = (61, 130, 197, 261)  # also for a module that is not traced into, which may combine many tokens
-FEW = 5  # stands for the number of tokens that a sparse attention chooses, where that is more than the probes have
+FEW = 5  # replaces the number of keys that a sparse attention chooses, if the probes have fewer tokens
 
 
 class Program:

@@ -63,7 +63,7 @@ def _walk(q, acc, m, norm, begin, end, table, keys, values, page_stride, key_tok
         base = page.to(tl.int64) * page_stride
         token = key % PAGE_SIZE
         there = key < end
-        if MASK == "all" and (HAS_WINDOW or CHUNKS != "none"):  # before the first key that is seen, pages may have been given back
+        if MASK == "all" and (HAS_WINDOW or CHUNKS != "none"):  # pages before the first visible key may have been freed
             there = there & (page > 0)
         page = tl.load(table + (key + BLOCK_N) // PAGE_SIZE, mask=key + BLOCK_N < end, other=0)
         k_at = keys + (base + token * key_token_stride)[:, None] + d[None, :]
@@ -142,7 +142,7 @@ def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, 
            KEEP_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
            ITEM_COST: tl.constexpr):  # fmt: skip
     """One layer; grid (programs,). scale and softcap are floats; the other sizes are in elements."""
-    if EARLY:  # launched before the kernel in front has ended (programmatic dependent launch): wait for its results
+    if EARLY:  # launched before the previous kernel has ended (PDL): wait for its results
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)

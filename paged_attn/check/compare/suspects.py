@@ -24,7 +24,7 @@ from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.runs.truth import OtherRun, Truth
 from paged_attn.tolerances import MULTIPLE, row_errors
 
-TRIES, UNITS = 32, (1.0, 4.0, 2.0, 4.0)  # runs, and by how much their numbers are moved: more of them falls more of the ties otherwise
+TRIES, UNITS = 32, (1.0, 4.0, 2.0, 4.0)  # runs, and how far numbers are perturbed: larger units flip more ties
 MORE = 64  # runs for rows that rounding moves far in some of them only: a peaked router's numbers are few in 16 bits
 UNEVEN = 1.5  # rounding is uneven if its largest effect exceeds its usual one by this factor
 ENOUGH = 4  # runs needed to tell how far rounding moves a row

@@ -53,7 +53,7 @@ def check_windows(served: Served, attention: Attention, truth: Truth, noise: Noi
         spec, tokens = served.specs[layer_id], tokens_to_show(served.specs[layer_id])
         kind = replace(spec, kv_layer=0, module="")
         if kind in seen or boundary.layer is None or tokens <= len(truth.prompts[LONGEST]) or (longest is not None and tokens > longest):
-            continue  # the probe prompts show it, or no request ever does
+            continue  # either the probe prompts show it, or no request ever reaches it
         seen.add(kind)
         reason, wrong = _too_large(spec, tokens, truth.prompts[LONGEST].device), ""
         if not served.settings.any_rank(bool(reason)):  # all ranks look, or none: it takes all of them

@@ -23,7 +23,7 @@ class LoraRunner(TracedRunner):
 
     def __init__(self, base: TracedRunner, graph: LoraGraph, slots: int, rank: int) -> None:
         vars(self).update(vars(base))
-        self.base = base  # what it keeps as it is may be undone when nobody has it
+        self.base = base  # kept alive: some of what it set up may be undone when it is freed
         bound = self.inputs.all
         self._weights = {merge.inputs[0]: with_spare_rows(bound[merge.inputs[0]], merge) for merge in graph.widened}
         self.adapters = LoraPool(self.model, graph.sites, slots, rank, self.device, self._weights)

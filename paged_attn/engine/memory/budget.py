@@ -30,7 +30,7 @@ CPU_KV_GIB = 0.25
 GPU_KV_SHARE = 0.8
 BESIDE_PAGES = 0.5  # share of the memory setting that states get at least when the number of pages is given
 TOKENS_WITHOUT_KV = 1 << 20
-RESERVE = 16  # one of so many slots stays with the prefix cache, so that a shared beginning is still found when all others run
+RESERVE = 16  # 1/16 of the slots stays with the prefix cache, so that shared prefixes are still found when all other slots run
 MIB = 2**20
 
 
@@ -202,7 +202,7 @@ class MemoryBudget:
             full = 0 if needs.most is None else int((memory - needs.slot - needs.page) // (needs.slot + needs.most * needs.page))
         wanted = config.max_requests + (config.max_requests if kept is None else kept)
         if kept is None and config.num_pages is None:
-            wanted = max(wanted, full)  # beside so many, each with all its pages, nothing else is left to use memory for
+            wanted = max(wanted, full)  # with that many slots and all their pages, nothing else needs the memory
         total = agree(min(fit, wanted + 1))
         if total < 2:
             beside = f", beside {1 + needs.least} pages of {needs.page / MIB:.2f} MiB" if needs.page and config.num_pages is None else ""

@@ -33,7 +33,7 @@ class RequestRows:
         self._numbers = np.zeros((len(names), rows), np.int64)
         for name, column in zip(names, self._numbers, strict=True):
             setattr(self, name, column)
-        self.pages = np.zeros((rows, 0), np.int32)  # made anew when it grows: keep no views
+        self.pages = np.zeros((rows, 0), np.int32)  # reallocated when it grows: keep no views
         self._free = list(range(rows - 1, -1, -1))
 
     def take(self) -> int:

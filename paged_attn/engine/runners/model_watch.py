@@ -67,7 +67,7 @@ class ModelWatch:
         return stale
 
     def _refuse(self, found: Difference) -> None:
-        followed = [name for name in found.moved if not self.captured and self.runner.reads(name)]  # calls find them wherever they lie
+        followed = [name for name in found.moved if not self.captured and self.runner.reads(name)]  # uncaptured: any address works
         lasting = found.replaced + [f"{name} lies at another address" for name in found.moved if name not in followed]
         if lasting:
             raise model_changed(lasting, "and the engine goes on with what was there before")

@@ -155,7 +155,7 @@ def _fitting_gates(module: Any, operands: Operands) -> Iterator[Gating]:
     expected = None if function is None else _numbers_of(function, both, w1.dtype)
     for gating in known_gates(module, gated):
         if gating.interleaved and w1.dim() == 4:
-            continue  # gate and up lie apart
+            continue  # gate and up are separate
         if function is None or (expected is not None and agrees(expected, gating(both.to(expected.dtype)))):
             yield gating
 

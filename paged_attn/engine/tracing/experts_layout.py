@@ -152,7 +152,7 @@ def _by_matrices(module: nn.Module) -> list[FlatLayout]:
 
 def _fitting(module: nn.Module, shapes: dict[str, tuple[int, int]]) -> Iterator[FlatLayout]:
     for experts in _numbers_of_experts(module):
-        for second in reversed(shapes):  # it stands last, as a rule
+        for second in reversed(shapes):  # usually the last one
             first = tuple(name for name in shapes if name != second)
             (rows, hidden), (second_rows, columns) = shapes[first[0]], shapes[second]
             if len({shapes[name] for name in first}) > 1 or rows % experts or second_rows % experts:

@@ -152,7 +152,7 @@ def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: b
             if length == TRACE_TOKENS:
                 if not isinstance(refusal, ShortTable) or not _runs(model, refusal.length + 1, positions):
                     raise
-                length = refusal.length + 2  # the table may be what calls of so many tokens left in the model
+                length = refusal.length + 2  # the table may be left in the model from calls with this many tokens
                 continue
             logger.warning(
                 "%s can only be captured for up to %d positions, though it runs longer calls itself: %s",
@@ -264,7 +264,7 @@ def _traced(
     model: nn.Module, options: CompileOptions, inputs: dict[str, Any], limited: bool, layers: Sequence[AlikeLayers] = ()
 ) -> tuple[CompiledGraph, list[Any]]:
     captured: list[tuple[CompiledGraph, list[Any]]] = []
-    wanted = [(model, options, limited)]  # emptied below: Dynamo keeps every backend that it was ever given, and all that it refers to
+    wanted = [(model, options, limited)]  # emptied below: Dynamo keeps every backend it was ever given, and everything it refers to
     failed: list[NotAlike] = []
 
     def stop(*_: Any) -> NoReturn:

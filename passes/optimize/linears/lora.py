@@ -25,7 +25,7 @@ from paged_attn.passes.optimize.linears.mergeable_weights import ALIGNMENT
 
 _LINEARS = (*LINEARS, LINEAR)
 _PRODUCTS = (torch.addmm, torch.ops.aten.addmm.default)
-MOST_SPARE = 8  # rows of a weight for one of a: each step reads all of them, and two kernels only those that somebody has
+MOST_SPARE = 8  # weight rows per row of a: each step reads all of a, where two kernels read only adapters in use
 _OPERANDS = {**dict.fromkeys(_LINEARS, ("input", "weight", "bias")), **dict.fromkeys(_PRODUCTS, ("input", "mat1", "mat2"))}
 
 

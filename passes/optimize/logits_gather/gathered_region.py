@@ -153,7 +153,7 @@ def agrees(fewer: GatheredRegion, results: Mapping[fx.Node, int], values: Values
 
     def random(node: fx.Node) -> Tensor:
         value = value_of(node)
-        order = _dims_in_memory(value)  # kernels are compiled for how weights lie
+        order = _dims_in_memory(value)  # kernels are compiled for the memory layout of weights
         shape, device = [shape_at(value, fewer.tokens, TOKENS)[dim] for dim in order], value.device
         if device not in generators:
             generators[device] = torch.Generator(device).manual_seed(5)

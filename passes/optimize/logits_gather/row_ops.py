@@ -82,7 +82,7 @@ def layout_of(node: fx.Node, given: Mapping[fx.Node, Layout], tokens: Any) -> La
         return None  # numbers that depend on T, among others
     if name == "dropout" and argument_of(node, 2, "training") is not False:
         return None
-    if name in _ELEMENTWISE | _PRODUCTS and not _has_literal(node, (True,)):  # inplace=True, or what nobody has looked at
+    if name in _ELEMENTWISE | _PRODUCTS and not _has_literal(node, (True,)):  # inplace=True, or an argument that is not covered
         return _kept(node, rows, tokens)
     if name in _REDUCING or (name == "embedding" and _is_plain_lookup(node, rows)) or (name in _NORMS and _is_of_last(node, rows)):
         return _kept(node, rows, tokens)

@@ -25,7 +25,7 @@ def merge_latent(out, lse, work, partial, partial_stats, programs, out_row_strid
     """Grid (programs / SHARES, KEEP_ROWS * BLOCK_R / COLUMNS): a program merges COLUMNS of a row, PARTS parts at once, of each item that
     one of SHARES programs cut last.
     """
-    if EARLY:  # launched before the kernel in front has ended (programmatic dependent launch): wait for its results
+    if EARLY:  # launched before the previous kernel has ended (PDL): wait for its results
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     index = tl.program_id(0) * SHARES + tl.arange(0, SHARES)
