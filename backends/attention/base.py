@@ -22,11 +22,11 @@ from paged_attn.backends.kv_write.store import store_kv
 
 @dataclass(slots=True)
 class AttentionCall:
-    """One layer of one step, as the op got it.
+    """One layer of one step, with the op's arguments.
 
     query [T, q_heads, qk_dim], key [T, kv_heads, qk_dim], value [T, kv_heads, v_dim], any strides; output [T, q_heads, v_dim];
     sinks [q_heads] or None; lse_out [T, q_heads] float32 or None; bias [q_heads, N] or None, read as `spec.bias_index` says.
-    Where this step's K and V were written by another op (save_kv_cache=False) only the pool has them: key is then not rotated.
+    If another op wrote this step's K and V (save_kv_cache=False), only the pool has them: key is then not rotated.
     """
 
     layer_id: int
@@ -51,7 +51,7 @@ class AttentionBackend(ABC):
             backends whose capabilities hold Feature.DETERMINISTIC.
 
     Raises:
-        UnsupportedError: deterministic=True of any other backend.
+        UnsupportedError: deterministic=True for any other backend.
     """
 
     name: ClassVar[str]

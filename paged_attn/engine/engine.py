@@ -62,18 +62,18 @@ class Engine:
     """A model, a KV pool and a scheduler. Not thread-safe: one thread adds, cancels and steps (`LLM` adds a lock).
 
     Args:
-        model: a Hugging Face causal LM, or any module with forward(input_ids, position_ids); it is left as it was found. Of what
-            torch.compile returned, the model inside. Of a `Pooler` the engine embeds texts and continues none.
+        model: a Hugging Face causal LM, or any module with forward(input_ids, position_ids); it is not changed. For a
+            compiled model, the model inside is used. With a `Pooler`, the engine embeds texts and does not generate.
         tokenizer: decodes new tokens to text; None gives empty texts.
         recorder: captures graphs; by default CUDA graphs on a GPU and none elsewhere.
 
     Attributes:
-        pooler: of an engine that embeds; None of one that generates.
+        pooler: set for an engine that embeds; None for one that generates.
         budget: how memory was divided over pages and recurrent states.
-        is_causal: no token sees later ones. Else prompts are computed whole, each in one step, and no prefix is kept.
-        overlaps: a step is launched before the tokens of the one before it are known.
+        is_causal: no token sees later ones. Otherwise each prompt is computed whole, in one step, and no prefix is cached.
+        overlaps: a step is launched before the previous step's tokens are known.
         last_scheduled: the requests of the last step that `step` launched or tried to.
-        start_seconds: of making this engine, by part.
+        start_seconds: time to create this engine, by part.
         device: of the model; it is the current one whenever the engine computes.
 
     Raises:
@@ -169,7 +169,7 @@ class Engine:
 
     @property
     def default_params(self) -> SamplingParams:
-        """What requests have that they do not state."""
+        """Values for params that requests do not set."""
         return self.input_processor.defaults
 
     @property
@@ -184,7 +184,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do or to tell."""
+        """Whether `step` has something to do or to report."""
         return bool(self.requests or self.output_processor.pending)
 
     @tells_names("Engine.add_request", INTO_PARAMS)
@@ -207,20 +207,20 @@ class Engine:
         """Queue a request; `step` will run it.
 
         Args:
-            namespace: requests share cached prefixes only within one; the adapter is added to it, the tenant is not.
-            tenant: of equal priority, one request of each tenant is admitted in turn, and of each of its namespaces.
+            namespace: requests share cached prefixes only within a namespace; the adapter becomes part of it, the tenant does not.
+            tenant: within a priority, tenants are admitted in turn, one request each, and so are a tenant's namespaces.
             priority: a lower value is more urgent: admitted first and preempted last.
-            text_at_end: decode the text when the request ends, which costs less, and not token by token (unless there are stop strings).
+            text_at_end: decode the text once, when the request ends, which is cheaper than token by token (unless there are stop strings).
             kept_tokens: special tokens that stay in the text.
-            lora: the name of a loaded adapter; None: the model as it is.
+            lora: the name of a loaded adapter; None: the model without an adapter.
 
         Raises:
             ValueError: an adapter that is not loaded, an empty prompt, a token id out of range, a prompt beyond the model's positions, an
                 id in use, or a schema, regular expression or grammar that cannot be read.
-            TypeError: a prompt that is not token ids, a namespace or tenant that does not hash, or a priority that is no whole number.
+            TypeError: a prompt that is not token ids, an unhashable namespace or tenant, or a priority that is not an integer.
             UnsupportedError: the pool can never hold prompt and new tokens, the message does the sum; or what a guided answer needs is not
                 there. Or the model is no longer what the engine runs; see `ModelWatch`.
-            ContextError: its memory was given back.
+            ContextError: the engine's memory was freed.
         """
         if self._released:
             raise ContextError("this LLM was closed, and the memory of its KV pages was given back; make another LLM")
@@ -300,7 +300,7 @@ class Engine:
     @in_plain_modes
     @on_its_device
     def step(self) -> TokenEvents:
-        """Launch one batch and wait for the one before it, or, without overlap, for itself.
+        """Launch one batch and wait for the previous one, or, without overlap, for this one.
 
         Returns an event per token that came, and one without a token for requests that end without one; with overlap it may return
         none while there is work. After an exception from the model no token is lost: the requests go on with the next call, which

@@ -19,12 +19,12 @@ from paged_attn.engine.requests.request_rows import RequestRows
 
 
 class KVManager:
-    """Owns the allocator of pages, the radix tree and, in `states`, the slots of recurrent state.
+    """Owns the page allocator, the radix tree and, in `states`, the slots of recurrent state.
 
-    A request's leading `num_locked` tokens lie in pages of the tree, under its lock; its other pages are its own.
+    A request's first `num_locked` tokens are in pages of the tree, under its lock; its other pages are its own.
 
     Args:
-        slots, state_pool: of the model's recurrent state, if it has any. Then prefixes are shared only where the cache may keep states.
+        slots, state_pool: for the model's recurrent state, if any. Prefixes are then shared only if the cache may keep states.
         snapshot_interval: see `SnapshotPoints`.
         allocator: of pages, if it is another than one of `num_pages`.
 
@@ -90,11 +90,11 @@ class KVManager:
         return {}
 
     def shortfall(self, request: Request) -> int:
-        """What is lacking for all tokens of a request that has adopted its prefix, in the unit of `gain`; 0 or less: nothing."""
+        """How many pages a request that has adopted its prefix still lacks for all its tokens, in the unit of `gain`; 0 or less: none."""
         return self.allocator.pages_for(len(request.tokens)) - request.num_pages - self.num_available
 
     def gain(self, requests: Sequence[Request]) -> int:
-        """What `release` of all of them gives at least: their own pages, and those of the tree that nobody else has locked."""
+        """The least that `release` of all of them frees: their own pages, and tree pages that no other request has locked."""
         locks = Counter[RadixNode]()
         for node in (request.lock for request in requests):
             while node is not None:
@@ -104,7 +104,7 @@ class KVManager:
         return own + sum(len(node.pages) for node, count in locks.items() if node.lock_count == count)
 
     def can_go_on(self, request: Request) -> bool:
-        """Whether a request still has what it needs if its last steps did not happen."""
+        """Whether a request still has what it needs if its last steps are rolled back."""
         return self.states.can_go_on(request)
 
     def adopt_prefix(self, request: Request) -> None:
@@ -125,18 +125,18 @@ class KVManager:
         return self.states.usable(match)
 
     def cached_tokens(self, request: Request) -> int:
-        """What `adopt_prefix` would find, in tokens; changes nothing."""
+        """How many tokens `adopt_prefix` would find; changes nothing."""
         if self.tree is None:
             return 0
         with_state = self.states.snapshots is not None
         return self.tree.num_cached(request.tokens, request.prefix_key, request.num_reusable, with_payload=with_state)
 
     def forget_prefixes(self) -> int:
-        """Empty the prefix cache of all that no running request uses; returns how many pages that freed."""
+        """Remove everything from the prefix cache that no running request uses; returns how many pages that freed."""
         return 0 if self.tree is None else self.tree.clear()
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Make room for the first `num_tokens` tokens; False, and nothing changed, if the pages are not to be had."""
+        """Make room for the first `num_tokens` tokens; False, with nothing changed, if there are not enough pages."""
         missing = self.allocator.pages_for(num_tokens) - request.num_pages
         if missing > 0:
             if not self._make_room(missing):
@@ -145,7 +145,7 @@ class KVManager:
         return True
 
     def _make_room(self, num_pages: int) -> bool:
-        """Let so many pages be free; False, and nothing changed, if they are not to be had."""
+        """Make this many pages free; False, with nothing changed, if that is impossible."""
         if num_pages > self.num_available:
             return False
         if self.tree is not None and num_pages > self.allocator.num_free:
@@ -153,7 +153,7 @@ class KVManager:
         return True
 
     def add_page_each(self, rows: RequestRows, indices: NDArray[np.int64]) -> bool:
-        """Give each of some rows, all different, its next page; False, and nothing changed, if there are not that many free ones."""
+        """Give each of these distinct rows its next page; False, with nothing changed, if there are not enough free pages."""
         if len(indices) > self.allocator.num_free:
             return False
         rows.add_page_each(indices, self.allocator.allocate(len(indices)))

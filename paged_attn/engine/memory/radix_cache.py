@@ -46,13 +46,13 @@ class Inserted(NamedTuple):
 class RadixCache:
     """Maps page-aligned token prefixes to pages. Not thread-safe: one scheduler owns it.
 
-    Namespaces share nothing but the pages' allocator and the eviction order. There are no hashes of blocks: edges are token ids.
+    Namespaces share nothing but the page allocator and the eviction order. There are no block hashes: edges are token ids.
 
     Args:
         allocator: owns the pages; evicted ones are returned to it. Gives the page size.
-        rank: of an unlocked leaf: the lowest goes first, by default what no match or insert has gone through for longest. It is asked again
+        rank: rank of an unlocked leaf; the lowest goes first, by default the least recently matched or inserted. It is evaluated again
             whenever the node is used, unlocked, split or becomes a leaf, and may depend on the node, but not on time or on other nodes.
-        on_payload_removed: told of each payload that leaves the tree: detached, replaced, or gone with its node.
+        on_payload_removed: called with each payload that leaves the tree: detached, replaced, or removed with its node.
     """
 
     def __init__(

@@ -22,16 +22,16 @@ HELD_PER_STEP = 32  # requests that one step sets aside at most, so that a flood
 
 @dataclass
 class SchedulerStats:
-    """Counters since the engine was made.
+    """Counters since the engine was created.
 
     Attributes:
         admitted: requests that began to run, each once.
-        queue_seconds, longest_queue_seconds: wall time that those waited before: the sum, and the longest.
-        prompt_tokens: of those.
-        prompt_tokens_cached: of these, how many came from the prefix cache.
-        prompt_tokens_without_state: how many the prefix cache had besides, of no use as no recurrent state was kept there.
+        queue_seconds, longest_queue_seconds: wall time that admitted requests had waited: the sum, and the longest.
+        prompt_tokens: tokens in the prompts of admitted requests.
+        prompt_tokens_cached: how many of them came from the prefix cache.
+        prompt_tokens_without_state: how many more the prefix cache had, but without a recurrent state to start from.
         preemptions: how often a running request lost its pages and went back to the queue.
-        held_back: how often a request was made to wait for another that computes the same prefix.
+        held_back: how often a request had to wait for another one that computes the same prefix.
     """
 
     admitted: int = 0
@@ -58,18 +58,18 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """Admits requests by priority, then one of each namespace in turn, then by the policy, under a token budget per step (chunked
+    """Admits requests by priority, then tenants and their namespaces in turn, then by the policy, under a token budget per step (chunked
     prefill, mixed with decodes).
 
-    When pages run out, the least urgent and of these the newest running request is preempted: its pages go (its finished ones to the
+    When pages run out, the least urgent running request (the newest of these) is preempted: its pages are freed (full ones go to the
     prefix cache), and it is recomputed from prompt and output, before new requests of its priority, so that its tokens stay the same.
-    A request is preempted, too, to admit a more urgent one. One that has outgrown what it has cached (`Request.length_border`) is
+    A request is also preempted to admit a more urgent one. One that has outgrown its cached keys (`Request.length_border`) is
     recomputed likewise. No decision depends on the time: equal calls give equal steps.
 
     Args:
-        score_rows: tokens of scored prompts in a step at most; each has a row of logits.
+        score_rows: most tokens of scored prompts in a step; each has a row of logits.
         whole_prompts: no prompt is cut into chunks; none is longer than a step.
-        outgrow: requests may outgrow what they have cached.
+        outgrow: requests may outgrow their cached keys.
 
     Attributes:
         wants_drain: the next `schedule` can do more if all steps are collected before it.
@@ -268,7 +268,7 @@ class Scheduler:
         return True
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's pages and let it wait, before new ones of its priority; all its tokens must be known."""
+        """Take a running request's pages and queue it again, before new ones of its priority; all its tokens must be known."""
         assert not request.num_pending, f"request {request.id!r} has a token under way: collect the step before preempting it"
         self._wait_again(request)
         self.stats.preemptions += 1
