@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
 
 
-def allow_only(scores: Tensor, allowed: Mapping[int, Sequence[int]]) -> None:
+def allow_only(scores: Tensor, allowed: Mapping[int, NDArray[np.int64]]) -> None:
     """scores [N, V] float32, in place: -inf for all but these tokens in some rows. Ids past the vocabulary allow nothing. Nothing waits for
     the device."""
     vocabulary = scores.shape[-1]
-    rows = [[row * vocabulary + token for token in tokens if token < vocabulary] for row, tokens in allowed.items()]
-    packed = PackedInts((len(rows), sum(map(len, rows))), (), scores.device)
+    kept_in = np.concatenate([row * vocabulary + tokens[tokens < vocabulary] for row, tokens in allowed.items()])
+    packed = PackedInts((len(allowed), len(kept_in)), (), scores.device)
     packed.host[0][:] = list(allowed)
-    packed.host[1][:] = np.fromiter((element for row in rows for element in row), np.int64)
+    packed.host[1][:] = kept_in
     of_rows, elements = packed.to_device()
     flat = scores.view(-1)
     kept = flat.index_select(0, elements)

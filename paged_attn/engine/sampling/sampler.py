@@ -116,8 +116,7 @@ class Sampler:
             scores.index_copy_(0, settings.counting, penalised(some, counts, *settings.penalties))
         if not_next := {number: found for number, state in enumerate(states) if (found := state.not_next) is not None}:
             forbid(scores, not_next, self._last, {number: self._last_rows.get(states[number], -1) for number in not_next})
-        allowed = {number: ids for number, state in enumerate(states) if (ids := state.params.allowed_token_ids) is not None}
-        if allowed:
+        if allowed := {number: ids for number, state in enumerate(states) if (ids := state.allowed) is not None}:
             allow_only(scores, allowed)
         for number, state in enumerate(states):
             if state.params.logits_processors:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from paged_attn.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class SamplingState:
         num_chosen: of how many steps that were begun `Sampler.choose` got this state, which need not be while it `is_argmax_only`. The next
             random number depends on it and on the seed alone, so that a step which failed can be done again.
         is_argmax_only: the most likely token is always the one, and nobody asks for log-probabilities.
+        allowed: `params.allowed_token_ids`, as what a step can use at once, be they half of a vocabulary.
         counts_tokens: some penalty asks which tokens there were.
         error: what a logits processor of the request raised in the last step, if it did.
     """
@@ -42,8 +45,9 @@ class SamplingState:
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.num_chosen = 0
         self.error: ValueError | None = None
+        self.allowed = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64)
         self.counts_tokens = params.has_penalty
-        self._always_edits = self.counts_tokens or bool(params.logit_bias) or params.allowed_token_ids is not None or params.needs_host
+        self._always_edits = self.counts_tokens or bool(params.logit_bias) or self.allowed is not None or params.needs_host
         self.is_argmax_only = params.is_greedy and not self._always_edits and forbidden is None and params.logprobs is None
 
     @property
