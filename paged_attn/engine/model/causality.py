@@ -59,7 +59,13 @@ def refuse_branches(model: nn.Module, from_tokens: int, num_ids: int) -> None:
             return
         for end in ends:
             last = end - max(1, end // 4)  # those that see most
-            error = typical(row_errors(whole[last:end], rows_of_logits(model, ids[:end], **more)[last:]))
+            try:
+                short = rows_of_logits(model, ids[:end], **more)
+            except torch.OutOfMemoryError:
+                raise
+            except MODEL_ERRORS:  # it takes no calls that are so short, and says nothing of them
+                continue
+            error = typical(row_errors(whole[last:end], short[last:]))
             limit = LOGITS.get(model_dtype(model), LOGITS_16_BIT)
             if not error <= limit:
                 raise UnsupportedError(

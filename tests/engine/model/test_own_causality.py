@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
-from paged_attn.engine.model.causality import refuse_acausal
+from paged_attn.engine.model.causality import refuse_acausal, refuse_branches
 from tests.engine.runners.own_positions import greedy_loop
 from tests.oracle import random_prompts
 from tests.tiny_models import build
@@ -102,3 +102,15 @@ def test_a_branch_beyond_the_models_positions_is_no_matter() -> None:
     with LLM(model, num_pages=20, self_check=False) as llm:
         got = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=8))]
     assert got == [greedy_loop(model, prompt, 8) for prompt in prompts]
+
+
+def test_a_model_that_takes_no_short_calls_says_nothing_of_them() -> None:
+    class NeedsSome(Branching):
+        def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+            if input_ids.shape[1] < 3:
+                raise ValueError("three tokens at least")
+            return super().forward(input_ids, position_ids)
+
+    refuse_branches(NeedsSome(60, 1.0).eval(), 61, 64)
+    with pytest.raises(UnsupportedError, match="in short calls"):
+        refuse_branches(NeedsSome(60, 5.0).eval(), 61, 64)
