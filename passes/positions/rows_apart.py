@@ -70,17 +70,14 @@ def check_rows_apart(graph: fx.Graph, form: CallForm, values: Values, longest: i
         for position in ((longest or 4 * tokens) - 1, 0) if tokens > FEWEST or not seen else ():
             run = _Run(graph, form, plain, tokens, position)
             try:
-                moved = run.moved_end()
-                if moved is not None:  # or is that rounding, which adds up from layer to layer, and turned ties of a router?
-                    moved = run.moved_end(steady=True)
-                if moved is not None:
+                if (moved := run.mixed_end()) is not None:
                     refusal = run.refusal(moved)
-                    if refusal.module or not position or _Run(graph, form, plain, tokens, 0).moved_end() is not None:
+                    if refusal.module or not position or _Run(graph, form, plain, tokens, 0).mixed_end() is not None:
                         raise refusal
                     logger.info("a token at position %d moves others in the model's own forward: the self-check says by how much", position)
-            except (torch.OutOfMemoryError, UnsupportedError):
+            except UnsupportedError:
                 raise
-            except MODEL_ERRORS as error:
+            except MODEL_ERRORS as error:  # too little memory for so many tokens, too
                 why = f"{type(error).__name__}: {error}"
                 logger.info("rows of %d tokens, one of them at position %d, cannot be evaluated: %s", tokens, position, why)
                 continue
@@ -124,6 +121,10 @@ class _Run:
         self.dropped: dict[fx.Node, list[fx.Node]] = {}
         for node, user in last.items():
             self.dropped.setdefault(user, []).append(node)
+
+    def mixed_end(self) -> fx.Node | None:
+        """The first end that moved, and not by rounding alone, which adds up from layer to layer and can flip near-ties of a router."""
+        return None if self.moved_end() is None else self.moved_end(steady=True)
 
     def moved_end(self, steady: bool = False) -> fx.Node | None:
         """The first value that an op is given, or that is returned, in which another row moved.
