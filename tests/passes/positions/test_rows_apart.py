@@ -73,11 +73,17 @@ APART: dict[str, Change] = {
 }
 
 
+def refusal_of(module: nn.Module) -> MixesRows:
+    """What an engine's trace raises, and why a compiled model pages no batch."""
+    result = rewrite_of(module)
+    assert result.gm is None and result.mixes is not None and str(result.mixes) == result.not_paged
+    return result.mixes
+
+
 @pytest.mark.parametrize("name", MIXED)
 def test_rows_that_take_from_others_are_refused(name: str) -> None:
-    with pytest.raises(MixesRows, match="mixes tokens") as refused:
-        rewrite_of(Toy(Changed(MIXED[name])))
-    assert refused.value.module == "attend"
+    refusal = refusal_of(Toy(Changed(MIXED[name])))
+    assert "mixes tokens" in str(refusal) and refusal.module == "attend"
 
 
 @pytest.mark.parametrize("name", APART)
@@ -90,8 +96,7 @@ def test_rows_that_mix_behind_the_last_attention_are_refused() -> None:
         def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
             return super().forward(input_ids, position_ids).cumsum(1)
 
-    with pytest.raises(MixesRows, match="the model's forward: cumsum"):
-        rewrite_of(Late(Changed(lambda q, pos: q)))
+    assert "the model's forward: cumsum" in str(refusal_of(Late(Changed(lambda q, pos: q))))
 
 
 def through_experts(q: Tensor, pos: Tensor) -> Tensor:
