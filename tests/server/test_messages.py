@@ -219,3 +219,10 @@ def test_anthropics_clients_send_the_key_in_a_header_of_its_own() -> None:
             reply = running.http.post("/v1/messages", json=body, headers=headers)
             assert reply.status_code == status
         assert reply.json()["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_the_schema_has_anthropics_errors(running: Running, route: str) -> None:
+    answers = running.http.get("/openapi.json").json()["paths"][route]["post"]["responses"]
+    for status in ("400", "503", "default"):
+        assert answers[status]["content"]["application/json"]["schema"]["$ref"].endswith("/AnthropicErrorReply")

@@ -37,7 +37,7 @@ from paged_attn.server.api.responses.reply import ResponsesReply
 from paged_attn.server.http.callers import Caller
 from paged_attn.server.http.disconnect import EventStream
 from paged_attn.server.http.error_forms import MESSAGES
-from paged_attn.server.http.errors import ERRORS, ApiError, bad_request
+from paged_attn.server.http.errors import ANTHROPIC_ERRORS, ERRORS, ApiError, bad_request
 from paged_attn.shown import shown
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ async def responses(request: Request, body: ResponsesBody) -> Response:
     return await _chat_answer(request, body, ResponsesReply)
 
 
-@router.post(MESSAGES, responses=ANSWERS)
+@router.post(MESSAGES, responses={**ANTHROPIC_ERRORS, **ANSWERS})
 async def messages(request: Request, body: MessagesBody) -> Response:
     """The next message of a conversation, as Anthropic's API has it; so are errors."""
     return await _chat_answer(request, body, MessagesReply)

@@ -18,7 +18,7 @@ from paged_attn.server.api.fields.bounds import Closed, Messages, Name, Settings
 from paged_attn.server.api.messages.body import CountBody
 from paged_attn.server.api.request_state import caller_of, ready, run_until_ended, state_of
 from paged_attn.server.http.error_forms import MESSAGES
-from paged_attn.server.http.errors import ERRORS, ApiError
+from paged_attn.server.http.errors import ANTHROPIC_ERRORS, ERRORS, ApiError
 
 router = APIRouter(responses=ERRORS)
 MAX_TOKENS = 1 << 18  # detokenized in one request
@@ -85,7 +85,7 @@ async def detokenize(request: Request, body: DetokenizeBody) -> Response:
     return await run_until_ended(request, work)
 
 
-@router.post(f"{MESSAGES}/count_tokens", response_model=CountReply)
+@router.post(f"{MESSAGES}/count_tokens", response_model=CountReply, responses=ANTHROPIC_ERRORS)
 async def count_tokens(request: Request, body: CountBody) -> Response:
     """How many tokens a conversation of Anthropic's API has in the chat template, tools and all."""
     _, _, texts = ready(request, body.model)

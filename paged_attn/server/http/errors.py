@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -41,6 +41,18 @@ class ErrorReply(BaseModel):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorReply(BaseModel):
+    """The same on the routes of Anthropic's API."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
 _DESCRIPTIONS: dict[int | str, str] = {
     400: "the request cannot be served as it is; the message says what to change", 401: "no API key, or an unknown one",
     404: "no such model or request", 405: "another method", 408: "the body was too slow",
@@ -50,6 +62,7 @@ _DESCRIPTIONS: dict[int | str, str] = {
     "default": "any other error",  # otherwise FastAPI adds a 422 of another form
 }  # fmt: skip
 ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorReply, "description": what} for status, what in _DESCRIPTIONS.items()}
+ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {status: {**error, "model": AnthropicErrorReply} for status, error in ERRORS.items()}
 
 
 class ApiError(Exception):
