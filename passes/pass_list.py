@@ -27,8 +27,8 @@ from paged_attn.passes.optimize.logits_gather.gather import gather_logits_early
 from paged_attn.passes.optimize.routing import fuse_routing
 from paged_attn.passes.optimize.scan_operands import read_columns_in_place, read_unrepeated_heads
 from paged_attn.passes.optimize.stacked_experts import keep_stacked
+from paged_attn.passes.positions.independent_rows import MixesRows, check_independent_rows
 from paged_attn.passes.positions.own_positions import use_own_positions
-from paged_attn.passes.positions.rows_apart import MixesRows, check_rows_apart
 from paged_attn.passes.prove.attention import AttentionProof, Prover, refuse_implausible
 from paged_attn.passes.prove.dual_chunk import DualChunkProof
 from paged_attn.passes.prove.latent import LatentProof, latent_of
@@ -55,7 +55,7 @@ def _find(graph: fx.Graph, facts: Facts) -> str:
                 "serves the model; or write F.scaled_dot_product_attention in its place"
             )
         else:
-            _rows_apart(graph, facts)  # names what mixes tokens, if anything does
+            _independent_rows(graph, facts)  # names what mixes tokens, if anything does
         # A part of a broken graph has no positions.
         raise UnsupportedError(none) if facts.form.positions is not None else CallNotPaged(none)
     return f"{len(facts.sites)} attentions"
@@ -103,11 +103,14 @@ def _positions(graph: fx.Graph, facts: Facts) -> str:
     return f"{result.positions_redirected} values"
 
 
-def _rows_apart(graph: fx.Graph, facts: Facts) -> str:
+def _independent_rows(graph: fx.Graph, facts: Facts) -> str:
     limits = [limit for limit in (facts.result.max_positions, max_positions(facts.model)) if limit is not None]
     try:
-        return check_rows_apart(graph, facts.form, facts.values, min(limits, default=None))
-    except MixesRows as refusal:  # `Rewrite.mixes`, which an engine's trace heeds; a compiled model runs other calls as they are
+        return check_independent_rows(graph, facts.form, facts.values, min(limits, default=None))
+    except MixesRows as refusal:
+        facts.result.mixes = refusal
+        if refusal.by_position:
+            return "a far position moves other tokens; without an engine, the self-check says what to set"
         raise CallNotPaged(str(refusal)) from refusal
 
 
@@ -148,7 +151,7 @@ PASSES = (
     ),
     GraphPass("replace_attention", "each becomes an op on pages", replace_layers),
     GraphPass("own_positions", "positions that the model counts itself become those of the batch", _positions),
-    GraphPass("rows_apart", "what is between the ops gives each token a row of its own: seen on two runs", _rows_apart),
+    GraphPass("independent_rows", "what is between the ops gives each token a row of its own: seen on two runs", _independent_rows),
     GraphPass("experts", "layers of experts that are proved become one op each, most while the model is traced", _experts),
     GraphPass(
         "scans", "what recurrent layers do with their states becomes ops on slots, which read their operands where they lie",

@@ -14,7 +14,7 @@ from paged_attn.passes.fx.call_form import CallForm, ReadValues
 from paged_attn.passes.optimize.dense_experts import ChooseExperts
 from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.optional import OPTIONAL
-from paged_attn.passes.positions.rows_apart import MixesRows
+from paged_attn.passes.positions.independent_rows import MixesRows
 from paged_attn.passes.prove.attention import AttentionProof
 from paged_attn.passes.prove.dual_chunk import DualChunkProof
 from paged_attn.passes.prove.latent import LatentProof
@@ -48,7 +48,7 @@ class Rewrite:
     gm: fx.GraphModule | None = None
     layers: list[LayerReport] = field(default_factory=list)
     not_paged: str = ""
-    mixes: MixesRows | None = None  # why `gm` is None, for a graph that may not be the whole model
+    mixes: MixesRows | None = None  # what mixes tokens, if anything does; `gm` is None unless only a far position moves others
     seconds: dict[str, float] = field(default_factory=dict)
     nodes_before: int = 0
     nodes_after: int = 0

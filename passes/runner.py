@@ -15,7 +15,6 @@ from paged_attn.passes.fx.call_form import CallNotPaged, ReadValues, find_call_f
 from paged_attn.passes.fx.graph_tools import copy_graph_module, same_values, written_names
 from paged_attn.passes.optimize.dense_experts import ChooseExperts
 from paged_attn.passes.pass_list import PASSES
-from paged_attn.passes.positions.rows_apart import MixesRows
 from paged_attn.passes.report import Facts, Rewrite
 
 logger = logging.getLogger("paged_attn")
@@ -52,7 +51,6 @@ def rewrite(
         _run_passes(copied.graph, facts, optional)
     except CallNotPaged as reason:
         result.not_paged = result.not_paged or str(reason)
-        result.mixes = reason.__cause__ if isinstance(reason.__cause__, MixesRows) else None
         result.layers.clear()
         return result
     copied.graph.lint()

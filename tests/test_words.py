@@ -17,6 +17,7 @@ BANNED = {
     "early rows": "early logits gather",
     "fewer rows": "gathered region", "cone": "backward slice", "history": "recompute", "intake": "output processor", "owed": "pending",
     "flight": "in-flight step", "chosen by": "produced_by", "vouched": "validated", "elsewhere": "unsupported",
+    "rows apart": "independent rows",
     "capture model": "trace_model", "lay out": "build_step", "token feed": "FutureTokens", "ladder": "bucket sizes",
     "one row linears": "gemv", "early launches": "pdl", "emit rope": "(removed)", "rope and store": "(removed)",
     "write out flex": "decompose_flex", "kept graphs": "cached graphs", "describer": "stable hasher", "new requests": "input processor",

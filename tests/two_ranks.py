@@ -30,7 +30,7 @@ from paged_attn.engine.memory.grouped_kv import GroupedKVManager
 from paged_attn.graph_cache.entries import VARIABLE, Entries
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.parallel.shard import shard
-from paged_attn.passes.positions import rows_apart
+from paged_attn.passes.positions import independent_rows
 from tests.oracle import random_prompts
 from tests.tiny_models import build
 from tests.versions import NEWEST
@@ -233,7 +233,7 @@ def uneven_vocabulary() -> list[list[int]]:
 
 def unequal_shares() -> list[list[int]]:
     """Rank 1 might look at more tokens at once, as if it had fewer weights."""
-    with mock.patch.object(rows_apart, "MOST_TOKENS", 100 + 50 * RANK):
+    with mock.patch.object(independent_rows, "MOST_TOKENS", 100 + 50 * RANK):
         return tokens_of(sharded("llama"))
 
 

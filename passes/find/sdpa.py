@@ -51,9 +51,9 @@ def _site(node: fx.Node, form: CallForm) -> AttentionSite:
     more = lengths[1] - lengths[0]
     if not form.reason and lengths[0] == form.num_tokens and more.is_Integer and more > 0:
         words = (
-            f"{where}: {shapes[0][-2]} tokens attend to {shapes[1][-2]} keys: beside the tokens' there are {more} that the module brings "
-            "itself (a learned prefix, a null or zero key), which have no place in pages. LLM(model) runs a module that does so as it is, "
-            "on all tokens; otherwise run the model without paged_attn."
+            f"{where}: {shapes[0][-2]} tokens attend to {shapes[1][-2]} keys: beside the tokens' there are {more} that the module or a "
+            "cache brings (prefix tuning, a null or zero key), which have no place in pages. LLM(model) runs a module that brings its own "
+            "as it is, on all tokens; otherwise run the model without paged_attn."
         )
         raise UnknownAttention(module_path(node), words) if form.positions is not None else CallNotPaged(words)
     if lengths[0] != lengths[1]:

@@ -14,6 +14,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import CompiledGraph
+from paged_attn.engine.runners import traced_runner
 from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.hf.patch import Patched
 from tests.check.planted import SPEC_ERRORS, Change, planted
@@ -31,7 +32,8 @@ class Traced:
         def kept(graph: CompiledGraph, *given: Any) -> None:
             self.checks.append(lambda: run(graph, *given))
 
-        with mock.patch.object(CompiledGraph, "check", kept):
+        # What a hook does to short calls is refused before; here the self-check has to see it.
+        with mock.patch.object(CompiledGraph, "check", kept), mock.patch.object(traced_runner, "refuse_branches"):
             self.runner = TracedRunner(model, CompileOptions(inductor=False, passes=tuple(passes)))
         self.graph = self.runner.compiled
 

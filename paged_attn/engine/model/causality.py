@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
@@ -48,22 +48,15 @@ def refuse_branches(model: nn.Module, from_tokens: int, num_ids: int) -> None:
     if not 2 < from_tokens <= min(LONGEST_BRANCH, longest) or gives_last_alone(model):
         return
     ends = [count for count in SHORT if count < from_tokens - 1] + [from_tokens - 1]
-    more = {"use_cache": False} if takes(model, "use_cache") else {}
     with as_served(model):
-        ids = torch.randint(0, num_ids, (from_tokens + 1,), generator=torch.Generator().manual_seed(0)).to(model_device(model))
-        try:
-            whole = rows_of_logits(model, ids[:longest], **more)
-        except torch.OutOfMemoryError:
-            raise
-        except MODEL_ERRORS:
+        ids = _random_ids(model, from_tokens + 1, num_ids, seed=0)
+        whole = _logits_if_it_runs(model, ids[:longest])
+        if whole is None:
             return
         for end in ends:
             last = end - max(1, end // 4)  # those that see most
-            try:
-                short = rows_of_logits(model, ids[:end], **more)
-            except torch.OutOfMemoryError:
-                raise
-            except MODEL_ERRORS:  # it takes no calls that are so short, and says nothing of them
+            short = _logits_if_it_runs(model, ids[:end])
+            if short is None:  # it takes no calls that are so short, and says nothing of them
                 continue
             error = typical(row_errors(whole[last:end], short[last:]))
             limit = LOGITS.get(model_dtype(model), LOGITS_16_BIT)
@@ -91,19 +84,15 @@ def refuse_acausal(model: nn.Module, start: int, num_ids: int, because: str) -> 
     total = start + max(MORE, min(start, MOST_MORE))
     total = min(total, max_positions(model) or total)
     ends = sorted({end for end in (start + (total - start) // 3, start + 2 * (total - start) // 3, total - 1) if start < end < total})
-    more = {"use_cache": False} if takes(model, "use_cache") else {}
     with as_served(model):
         for seed in range(SEEDS if ends else 0):
-            ids = torch.randint(0, num_ids, (total,), generator=torch.Generator().manual_seed(seed)).to(model_device(model))
-            try:
-                whole = rows_of_logits(model, ids, **more)
-            except torch.OutOfMemoryError:
-                raise
-            except MODEL_ERRORS:  # raised by the model's own code: it has no more positions
+            ids = _random_ids(model, total, num_ids, seed)
+            whole = _logits_if_it_runs(model, ids)
+            if whole is None:  # it has no more positions
                 return
             limit = LOGITS.get(model_dtype(model), LOGITS_16_BIT)
             for end in ends:
-                error = typical(row_errors(whole[start:end], rows_of_logits(model, ids[:end], **more)[start:]))
+                error = typical(row_errors(whole[start:end], _logits(model, ids[:end])[start:]))
                 if not error <= limit:
                     raise UnsupportedError(
                         f"{type(model).__name__} itself is not causal: in a call of {total} tokens its logits of tokens {start} to "
@@ -111,3 +100,21 @@ def refuse_acausal(model: nn.Module, start: int, num_ids: int, because: str) -> 
                         f"{limit:g}): {because}. What it says of a token depends on how many come after it, so that no cache and no "
                         "batch gives its answers. Nothing was generated."
                     )
+
+
+def _random_ids(model: nn.Module, count: int, num_ids: int, seed: int) -> Tensor:
+    return torch.randint(0, num_ids, (count,), generator=torch.Generator().manual_seed(seed)).to(model_device(model))
+
+
+def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+    return rows_of_logits(model, ids, **({"use_cache": False} if takes(model, "use_cache") else {}))
+
+
+def _logits_if_it_runs(model: nn.Module, ids: Tensor) -> Tensor | None:
+    """None if the model's own code refuses so many tokens."""
+    try:
+        return _logits(model, ids)
+    except torch.OutOfMemoryError:
+        raise
+    except MODEL_ERRORS:
+        return None

