@@ -97,7 +97,7 @@ def best_of(output: StepOutput) -> torch.Tensor:
 
 def time_steps(engine: Engine, requests: Sequence[BatchRequest], steps: int) -> dict[str, Any]:
     """Milliseconds per step and microseconds of host time, the medians of some rounds."""
-    runner, wall, host, prepare = engine.steps, [], [], []
+    runner, wall, host, prepare = engine.step_runner, [], [], []
     for warm in (True, *(False,) * ROUNDS):
         synchronize()
         started, preparing = time.perf_counter(), 0.0
@@ -119,7 +119,7 @@ def time_steps(engine: Engine, requests: Sequence[BatchRequest], steps: int) -> 
 
 def profile(engine: Engine, requests: Sequence[BatchRequest]) -> dict[str, Any]:
     """The kernels of one step: their sum in ms, and the largest by name."""
-    runner, names = engine.steps, Counter[str]()
+    runner, names = engine.step_runner, Counter[str]()
     counts = Counter[str]()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         for _ in range(3):
@@ -135,7 +135,7 @@ def profile(engine: Engine, requests: Sequence[BatchRequest]) -> dict[str, Any]:
 
 def address_check_us(engine: Engine) -> float:
     """Microseconds of the check of all tensors' addresses before a replay."""
-    check, started = engine.steps._pointer_check.check, time.perf_counter()
+    check, started = engine.step_runner._pointer_check.check, time.perf_counter()
     for _ in range(200):
         check()
     return (time.perf_counter() - started) / 200 * 1e6
@@ -157,7 +157,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for mode in args.modes:
         with engine_of(model, mode, args) as engine:
             engine.pool.storage.normal_()
-            report = engine.steps.report()
+            report = engine.step_runner.report()
             rows: dict[str, Any] = {
                 "start_seconds": engine.start_seconds, "backend": engine.selection.backend.name, "graph_mib": report.nbytes / 2**20,
                 "capture": report.lines(), "decode": {}, "extend": {},
@@ -175,7 +175,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for tokens in args.prompts:
                 rows["extend"][tokens] = row = time_steps(engine, prompt_of(tokens), 8)
                 print(f"{mode:13} prompt {tokens:4}: {row['ms']:7.3f} ms  host {row['host_us']:6.0f} us  {row['ran']}", flush=True)
-            if engine.steps.graphs is not None:
+            if engine.step_runner.graphs is not None:
                 rows["address_check_us"] = address_check_us(engine)
             print("\n".join([*rows["capture"], f"  {engine.start_seconds} {rows.get('address_check_us')}"]), flush=True)
             results["modes"][mode] = rows
@@ -235,10 +235,10 @@ def measure_startup(args: argparse.Namespace) -> dict[str, Any]:
         graphs = parts.pop("graphs and pool")
         row = {
             "ready": ready, "first_token": first, "model": sum(parts.values()), "graphs and pool": graphs, "parts": parts,
-            "capture": engine.steps.report().lines(),
+            "capture": engine.step_runner.report().lines(),
         }  # fmt: skip
-        if engine.steps.graphs is not None:
-            row["shapes"] = {str(key): round(captured.seconds, 3) for key, captured in engine.steps.graphs.captured.items()}
+        if engine.step_runner.graphs is not None:
+            row["shapes"] = {str(key): round(captured.seconds, 3) for key, captured in engine.step_runner.graphs.captured.items()}
     print(f"startup {args.startup}: " + ", ".join(f"{k} {v:.1f} s" for k, v in row.items() if isinstance(v, float)))
     print("\n".join(row["capture"]))
     return {"startup": {args.startup: row}}

@@ -40,8 +40,8 @@ def without_model(engine: Engine, requests: int, rows: int, pages: int) -> None:
         batch = Batch.build(columns, PAGE_SIZE, engine.runner.device, shape, buffers if shape else None)
         return Step(batch, None, int(columns.num_logits.sum()))
 
-    engine.steps.prepare = prepare  # type: ignore[method-assign,assignment]
-    engine.steps.run = lambda step: StepOutput(logits[: step.num_logits], tokens[: step.num_logits])  # type: ignore[method-assign]
+    engine.step_runner.prepare = prepare  # type: ignore[method-assign,assignment]
+    engine.step_runner.run = lambda step: StepOutput(logits[: step.num_logits], tokens[: step.num_logits])  # type: ignore[method-assign]
 
 
 def measure(requests: int, prompt: int, steps: int, text: bool) -> list[float]:

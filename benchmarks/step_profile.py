@@ -66,7 +66,7 @@ def measure(shape: str, layers: int | None, requests: list[int], prompt: int, st
     with LLM(model, config=EngineConfig.from_environment(generation_config="ours", **settings)) as llm:
         found["start_seconds"] = dict(llm.engine.start_seconds)
         found["backends"] = llm.engine.selection.describe()
-        found["graphs"] = [line.strip() for line in llm.engine.steps.report().lines()]
+        found["graphs"] = [line.strip() for line in llm.engine.step_runner.report().lines()]
         for count in requests:
             prompts = Workload("profile", count, prompt, prompt, steps).prompts(model.config.vocab_size, 0)
             ms, by_kernel = step_ms(llm, prompts, steps), kernels(llm, prompts, min(steps, 16))

@@ -35,7 +35,7 @@ def by_engine(engine: Engine, sequences: Sequence[Sequence[int]], decoded: int) 
             wanted += [i] * (end >= prompt)
             done[i] = end
         with torch.no_grad():
-            logits = engine.steps.run(engine.steps.prepare(_columns(requests, engine))).logits
+            logits = engine.step_runner.run(engine.step_runner.prepare(_columns(requests, engine))).logits
         for i, row in zip(wanted, logits.float().clone(), strict=True):
             found[i].append(row)
     return [torch.stack(rows) for rows in found]

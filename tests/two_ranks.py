@@ -99,9 +99,9 @@ def unequal_budgets() -> dict[str, Any]:
 
     recorder = TapeRecorder(bytes_per_graph=1000 * (1 + RANK))
     engine = captured_engine(sharded("llama"), recorder=recorder, compile=False, graph_memory_gib=12_000 / 2**30)
-    assert engine.steps.graphs is not None
-    keys, modes = sorted(map(str, engine.steps.graphs.captured)), modes_of(engine)
-    refused = sorted(map(str, engine.steps.graphs.refused))
+    assert engine.step_runner.graphs is not None
+    keys, modes = sorted(map(str, engine.step_runner.graphs.captured)), modes_of(engine)
+    refused = sorted(map(str, engine.step_runner.graphs.refused))
     tokens = tokens_of(engine, PROMPTS)
     engine.close()
     return {"captured": keys, "refused": refused, "modes": modes, "tokens": tokens}

@@ -1,4 +1,4 @@
-"""From a model and settings to what runs its steps: the runner, the graphs, and a KV pool in the memory that they leave."""
+"""Builds what runs a model's steps: the runner, the graphs, and a KV pool in the memory that they leave."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from paged_attn.passes.optional import OPTIONAL
 from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.stopwatch import part
 
-MOST_CAPTURED_ROWS = 2048  # a step of more takes the device longer than the host takes to launch it op by op
+MOST_CAPTURED_ROWS = 2048  # for more rows the device takes longer than the host needs to launch the ops one by one
 SCRATCH_PAGES = 2  # page 0, and one page that all tokens of a recording share
 logger = logging.getLogger("paged_attn")
 
@@ -105,7 +105,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
 
 
 def refuse_for_pooling(runner: Runner, pooler: Pooler, config: EngineConfig) -> None:
-    """Raises UnsupportedError where models that embed are not known to run."""
+    """Raises UnsupportedError for settings with which models that embed are not supported."""
     if runner.ranks is not None:
         why = f"{pooler.body.name} is sharded over {runner.ranks.size} ranks; models that embed or classify run whole on each device"
     elif config.max_loras:
@@ -120,7 +120,7 @@ def refuse_for_pooling(runner: Runner, pooler: Pooler, config: EngineConfig) -> 
 
 
 def _refuse_adapters(model: nn.Module, config: EngineConfig, is_sharded: bool) -> None:
-    """Raises UnsupportedError, which says why adapters cannot be chosen by request here."""
+    """Raises UnsupportedError if requests cannot choose adapters here; the message says why."""
     if not config.compile:
         why = "compile=False calls the model itself, and adapters by request are part of its graph; leave compile on"
     elif is_sharded:
@@ -137,7 +137,7 @@ def _refuse_adapters(model: nn.Module, config: EngineConfig, is_sharded: bool) -
 
 
 def lora_runner(runner: Runner, config: EngineConfig) -> LoraRunner | None:
-    """What runs steps with adapters, with room for them; None if the settings ask for none."""
+    """The runner of steps with adapters, with memory for the adapters; None unless the settings ask for it."""
     if not config.max_loras:
         return None
     assert isinstance(runner, TracedRunner) and runner.compiled.lora is not None
@@ -145,7 +145,7 @@ def lora_runner(runner: Runner, config: EngineConfig) -> LoraRunner | None:
 
 
 @part("graphs and pool")
-def ready_to_step(
+def allocate_and_capture(
     runner: Runner,
     with_adapters: LoraRunner | None,
     config: EngineConfig,
@@ -154,75 +154,76 @@ def ready_to_step(
     recorder: Recorder | None,
     groups: Sequence[LayerGroup] = (),
 ) -> tuple[StepRunner, StepRunner | None, KVPool, Selection]:
-    """Capture the pieces, measure what full graphs will take, make the pool from what is left, and capture the full graphs on it.
+    """Capture the pieces, measure what full graphs will take, allocate the pool in what is left, and capture the full graphs on it.
 
     Args:
-        with_adapters: what runs steps in which a request has an adapter; it gets graphs of its own, under a budget of its own.
+        with_adapters: runs steps in which a request has an adapter; it gets its own graphs under its own budget.
         num_pages: how many pages the pool has if so many bytes are kept free.
-        recorder: None makes CUDA graphs on a GPU and nothing elsewhere.
-        groups: layers with page tables of their own.
+        recorder: None records CUDA graphs on a GPU and nothing elsewhere.
+        groups: layers with their own page tables.
     """
     if recorder is None and runner.device.type == "cuda":
         recorder = CudaRecorder(runner.device)
     if config.graphs == "off":
         recorder = None
-
     if runner.ranks is not None:
         num_pages = runner.ranks.least_of(num_pages)  # every rank's pool has room for the same tokens
-
-    sample_in_graph = greedy_sample if config.graph_sampling else None
-
-    def select(pool: KVPool) -> Selection:
-        selection = select_for_pool(config.backend, pool, runner.dtype, deterministic=config.deterministic)
-        return replace(selection, backend=by_group(selection.backend, pool))
-
-    def make_pool(pages: int) -> KVPool:
-        if config.kv_memory_gib is not None and config.kv_memory_gib > (most := memory_of(runner.device) / 2**30):
-            raise ValueError(f"kv_memory_gib is {config.kv_memory_gib:g}, and {runner.device} has {most:.1f} GiB in all; lower it")
-        try:
-            return KVPool(runner.layers, pages, config.page_size, runner.dtype, runner.device, groups)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # so a CPU says that it has no memory
-            what = f"{pages} pages of {config.page_size} tokens of KV cannot be allocated on {runner.device}"
-            raise ValueError(f"{what}; lower kv_memory_gib or num_pages. PyTorch says: {error}") from error
-
     max_pages = _max_pages(runner, config, num_pages, groups)
     longest = runner.max_positions or max_pages * config.page_size
     settings = capture_settings(config, runner.one_row, longest)
     step_runner = partial(
         StepRunner, recorder=recorder, page_size=config.page_size, max_pages=max_pages, recurrent=recurrent,
-        sample_in_graph=sample_in_graph, num_groups=max(len(groups), 1),
+        greedy_in_graph=greedy_sample if config.graph_sampling else None, num_groups=max(len(groups), 1),
     )  # fmt: skip
-    steps = step_runner(runner, settings)
-    lora_steps = None
+    without_adapters = step_runner(runner, settings)
+    lora_step_runner = None
     if with_adapters is not None:
         settings = capture_settings(config, with_adapters.one_row, longest)
         slots = LoraSlots(max(settings.max_rows, settings.max_requests), settings.max_requests, runner.device)
-        lora_steps = step_runner(with_adapters, settings, future_tokens=steps.future_tokens, one_row=steps.one_row, lora_slots=slots)
-    both = [steps] if lora_steps is None else [steps, lora_steps]
+        lora_step_runner = step_runner(
+            with_adapters, settings, future_tokens=without_adapters.future_tokens, one_row=without_adapters.one_row, lora_slots=slots
+        )
+    step_runners = [each for each in (without_adapters, lora_step_runner) if each is not None]
     kept_free = 0
-    for each in both:
+    for each in step_runners:
         if each.graphs is not None:
-            scratch = make_pool(SCRATCH_PAGES)
-            each.use(scratch, select(scratch).backend)
+            scratch = _make_pool(runner, config, SCRATCH_PAGES, groups)
+            each.use(scratch, _select(runner, config, scratch).backend)
             each.capture_pieces()
-            kept_free += each.full_bytes()
-    pool = make_pool(num_pages(kept_free))
-    selection = select(pool)
+            kept_free += each.measure_full_graph_bytes()
+    pool = _make_pool(runner, config, num_pages(kept_free), groups)
+    selection = _select(runner, config, pool)
     if with_adapters is not None and config.self_check:
         check_adapters(with_adapters, pool, selection.backend)
-    for each in both:
+    for each in step_runners:
         each.use(pool, selection.backend)
         if each.graphs is not None:
             each.capture_full()
             for line in each.report().lines():
                 logger.info("%s", line.strip())
-    return steps, lora_steps, pool, selection
+    return without_adapters, lora_step_runner, pool, selection
 
 
-def fitted(config: EngineConfig, runner: Runner, is_causal: bool, given_step_tokens: int | None) -> EngineConfig:
-    """The settings with what the model decides: how many tokens a step has, and that no prefix is kept where tokens see later ones.
+def _make_pool(runner: Runner, config: EngineConfig, pages: int, groups: Sequence[LayerGroup]) -> KVPool:
+    if config.kv_memory_gib is not None and config.kv_memory_gib > (most := memory_of(runner.device) / 2**30):
+        raise ValueError(f"kv_memory_gib is {config.kv_memory_gib:g}, and {runner.device} has {most:.1f} GiB in all; lower it")
+    try:
+        return KVPool(runner.layers, pages, config.page_size, runner.dtype, runner.device, groups)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # PyTorch's error when a CPU has too little memory
+        what = f"{pages} pages of {config.page_size} tokens of KV cannot be allocated on {runner.device}"
+        raise ValueError(f"{what}; lower kv_memory_gib or num_pages. PyTorch says: {error}") from error
+
+
+def _select(runner: Runner, config: EngineConfig, pool: KVPool) -> Selection:
+    """The attention backend, wrapped to plan each group of layers separately where the pool has groups."""
+    selection = select_for_pool(config.backend, pool, runner.dtype, deterministic=config.deterministic)
+    return replace(selection, backend=by_group(selection.backend, pool))
+
+
+def adapt_to_model(config: EngineConfig, runner: Runner, is_causal: bool, given_step_tokens: int | None) -> EngineConfig:
+    """The settings as the model allows: it may limit the tokens of a step, and without causal attention there is no prefix cache.
 
     Args:
         given_step_tokens: the caller's own `max_batch_tokens`; the model may lower it, but nothing raises it.
@@ -247,7 +248,7 @@ def _step_tokens_on_gpu(config: EngineConfig, runner: Runner) -> int:
 
 
 def capture_settings(config: EngineConfig, one_row: bool, longest: int = MOST_CAPTURED_ROWS) -> CaptureSettings:
-    """`longest`: how many tokens a request may come to, so that no step has more rows than all requests together."""
+    """`longest`: the most tokens of a request, so that no captured size exceeds what all requests together can need."""
     max_requests = min(config.max_requests, max(config.step_tokens, MIN_ROWS))
     return CaptureSettings(
         full=config.graphs == "full",
@@ -263,7 +264,7 @@ def capture_settings(config: EngineConfig, one_row: bool, longest: int = MOST_CA
 
 
 def _max_pages(runner: Runner, config: EngineConfig, num_pages: Callable[[int], int], groups: Sequence[LayerGroup]) -> int:
-    """The most pages of one request: as the model's positions allow, or all of the pool."""
+    """The most pages of one request: as many as the model's positions need, or the whole pool."""
     if runner.max_positions is not None:
         return -(-runner.max_positions // config.page_size)
     return max((num_page_ids(groups, num_pages(0)) if groups else num_pages(0)) - 1, 1)

@@ -23,7 +23,7 @@ from paged_attn.backends.devices import has_triton
 from paged_attn.calling.plain_modes import in_plain_modes
 from paged_attn.calling.uncompiled import uncompiled
 from paged_attn.capture.graphs.recorder import Recorder
-from paged_attn.engine.build_runtime import fitted, lora_runner, make_runner, ready_to_step, refuse_for_pooling
+from paged_attn.engine.build_runtime import adapt_to_model, allocate_and_capture, lora_runner, make_runner, refuse_for_pooling
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.generation_config import default_params
 from paged_attn.engine.input_processor import InputProcessor
@@ -47,7 +47,7 @@ from paged_attn.engine.scheduling.scheduler import Scheduler
 from paged_attn.engine.setting_names import tells_names
 from paged_attn.engine.steps.in_flight import InFlightStep
 from paged_attn.engine.steps.step_layout import NONE_IN_FLIGHT, StepLayout, build_step
-from paged_attn.engine.steps.step_runner import StepOutput
+from paged_attn.engine.steps.step_runner import Step, StepOutput, StepRunner
 from paged_attn.engine.steps.thread_choice import ThreadChoice, num_threads, num_threads_to_start
 from paged_attn.interrupts import held_back, uninterrupted
 from paged_attn.passes.fx.model_facts import model_device
@@ -72,15 +72,15 @@ class Engine:
         budget: how memory was divided over pages and recurrent states.
         is_causal: no token sees later ones. Otherwise each prompt is computed whole, in one step, and no prefix is cached.
         overlaps: a step is launched before the previous step's tokens are known.
-        last_scheduled: the requests of the last step that `step` launched or tried to.
+        last_scheduled: the requests of the last step that `step` launched or tried to launch.
         start_seconds: time to create this engine, by part.
-        device: of the model; it is the current one whenever the engine computes.
+        device: the model's; it is the current device whenever the engine computes.
 
     Raises:
         UnsupportedError: see `TracedRunner` and `HookedRunner`; or no backend runs its layers; or the pool cannot hold two pages.
     """
 
-    recovers = True  # after a step that raised it is fit for others
+    recovers = True  # whether steps may follow one that raised
 
     @in_plain_modes
     def __init__(
@@ -105,7 +105,7 @@ class Engine:
         if self.pooler is not None:
             refuse_for_pooling(self.runner, self.pooler, self.config)
         self.is_causal = all(spec.causal for spec in self.runner.layers if spec.by_backend)
-        self.config = fitted(self.config, self.runner, self.is_causal, given.max_batch_tokens)
+        self.config = adapt_to_model(self.config, self.runner, self.is_causal, given.max_batch_tokens)
         limits = ModelLimits.of(model, self.runner.max_positions, self.runner.length_borders, self.runner.token_ids)
         limits = limits.within(self.config.max_model_len)
         defaults = default_params(model, limits.eos_token_ids) if self.config.generation_config == "auto" else SamplingParams()
@@ -113,7 +113,7 @@ class Engine:
         self._make_loop(limits, defaults, to_start)
 
     def _allocate(self, limits: ModelLimits, recorder: Recorder | None) -> None:
-        """Divide the memory, make the pools in it, and capture the steps that use them."""
+        """Divide the memory, allocate the pools, and capture the steps that use them."""
         runner, config = self.runner, self.config
         recurrent = [layer.spec for layer in runner.recurrent]
         takes_chunks = all(layer.takes_chunks for layer in runner.recurrent)
@@ -124,24 +124,24 @@ class Engine:
             int if runner.ranks is None else runner.ranks.least,
         )  # fmt: skip
         slots = self.budget.slots
-        self.states = StatePool(recurrent, slots.total, self.device) if recurrent else None
-        states = RecurrentRunner(runner.recurrent, self.states) if self.states else None
+        self.state_pool = StatePool(recurrent, slots.total, self.device) if recurrent else None
+        states = RecurrentRunner(runner.recurrent, self.state_pool) if self.state_pool else None
         with_adapters = lora_runner(runner, config)
         self.adapters = None if with_adapters is None else with_adapters.adapters
-        self.steps, self.lora_steps, self.pool, self.selection = ready_to_step(
+        self.step_runner, self.lora_step_runner, self.pool, self.selection = allocate_and_capture(
             runner, with_adapters, config, self.budget.pages, states, recorder, groups
         )
         logger.info("memory: %s", self.budget.describe(self.pool.num_pages))
-        if self.states and config.prefix_cache and not slots.kept:
+        if self.state_pool and config.prefix_cache and not slots.kept:
             logger.info("no prefix is reused: its KV is of no use without the recurrent state at its end (see state_snapshots)")
         interval = config.snapshot_interval if takes_chunks else 0  # otherwise everything after one runs token by token
-        self.kv = make_kv_manager(config, groups, self.pool.num_pages, slots, self.states, interval)
+        self.kv = make_kv_manager(config, groups, self.pool.num_pages, slots, self.state_pool, interval)
 
     def _make_loop(self, limits: ModelLimits, defaults: SamplingParams, threads_to_start: int) -> None:
-        """What `step` goes through, from requests to tokens."""
+        """Create what `step` uses, from input processor to output processor."""
         config = self.config
         self.input_processor = InputProcessor(
-            limits, self.kv.longest, config.page_size, self.tokenizer, self.states is not None, defaults,
+            limits, self.kv.max_request_pages, config.page_size, self.tokenizer, self.state_pool is not None, defaults,
             None if self.is_causal else config.step_tokens,
         )  # fmt: skip
         width = self.runner.token_ids.chosen if self.pooler is None else self.pooler.body.width
@@ -155,10 +155,10 @@ class Engine:
         self.output_processor = OutputProcessor(self.kv, self.scheduler, self.sampler)
         self.last_scheduled: Sequence[Request] = ()
         self._in_flight: deque[InFlightStep] = deque()  # two at most, the oldest first
-        self._nothing_to_do: list[Request] = []  # requests that want no token
+        self._wanting_no_token: list[Request] = []
         self._is_stepping, self._cancelled_in_step = False, list[str]()
         self._arrivals, self._step_numbers = itertools.count(), itertools.count(1)
-        captured = self.steps.graphs is not None and bool(self.steps.graphs.captured)
+        captured = self.step_runner.graphs is not None and bool(self.step_runner.graphs.captured)
         self.watch: ModelWatch | None = ModelWatch(self.runner, captured)
         self._steps_since_look, self._look_is_due, self._is_stale = 0, False, False
         self._released = False
@@ -169,7 +169,7 @@ class Engine:
 
     @property
     def default_params(self) -> SamplingParams:
-        """Values for params that requests do not set."""
+        """Values of params that a request does not set."""
         return self.input_processor.defaults
 
     @property
@@ -179,7 +179,7 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """Counters since the engine was made, or since their `reset`."""
+        """Counters since the engine was created or they were `reset`."""
         return self.output_processor.stats
 
     @property
@@ -208,9 +208,9 @@ class Engine:
 
         Args:
             namespace: requests share cached prefixes only within a namespace; the adapter becomes part of it, the tenant does not.
-            tenant: within a priority, tenants are admitted in turn, one request each, and so are a tenant's namespaces.
+            tenant: within a priority, tenants take turns, one request each, and so do a tenant's namespaces.
             priority: a lower value is more urgent: admitted first and preempted last.
-            text_at_end: decode the text once, when the request ends, which is cheaper than token by token (unless there are stop strings).
+            text_at_end: decode the text once, when the request ends, which is cheaper than token by token (ignored with stop strings).
             kept_tokens: special tokens that stay in the text.
             lora: the name of a loaded adapter; None: the model without an adapter.
 
@@ -218,8 +218,8 @@ class Engine:
             ValueError: an adapter that is not loaded, an empty prompt, a token id out of range, a prompt beyond the model's positions, an
                 id in use, or a schema, regular expression or grammar that cannot be read.
             TypeError: a prompt that is not token ids, an unhashable namespace or tenant, or a priority that is not an integer.
-            UnsupportedError: the pool can never hold prompt and new tokens, the message does the sum; or what a guided answer needs is not
-                there. Or the model is no longer what the engine runs; see `ModelWatch`.
+            UnsupportedError: the pool can never hold prompt and new tokens (the message shows the arithmetic), a guided answer needs a
+                missing package, or the model has changed (`ModelWatch`).
             ContextError: the engine's memory was freed.
         """
         if self._released:
@@ -228,7 +228,12 @@ class Engine:
         if not self.requests:
             self.look_at_model()
         params = SamplingParams() if params is None else params
-        self._refuse_other_task(params, prompt_token_ids)
+        if self.pooler is not None:
+            self.pooler.check(prompt_token_ids, params)
+        elif isinstance(params, PoolingParams):
+            raise UnsupportedError(
+                f"this engine of {type(self.runner.model).__name__} generates and has no embeddings; LLM(model, task='embed') embeds"
+            )
         arrival = next(self._arrivals)
         request_id = request_id if request_id is not None else f"request-{arrival}"
         if request_id in self.requests:
@@ -241,28 +246,17 @@ class Engine:
         )  # fmt: skip
         if adapter is not None:
             request.lora, request.adapter = adapter.name, adapter.slot + 1
-        self.output_processor.expect(request)
+        self.output_processor.add_request(request)
         if request.max_new_tokens or request.wants_scores or request.pooled is not None:
             self.scheduler.waiting.append(request)
         else:
-            self._nothing_to_do.append(request)
+            self._wanting_no_token.append(request)
         return request
-
-    def _refuse_other_task(self, params: SamplingParams | PoolingParams, ids: Sequence[int]) -> None:
-        if self.pooler is None and isinstance(params, PoolingParams):
-            raise UnsupportedError(
-                f"this engine of {type(self.runner.model).__name__} generates and has no embeddings; LLM(model, task='embed') embeds"
-            )
-        if self.pooler is not None and not isinstance(params, PoolingParams):
-            does = "embeds texts (llm.embed)" if self.pooler.head is None else "classifies texts (llm.classify)"
-            raise UnsupportedError(f"this engine of {self.pooler.body.name} {does} and continues none; see the task of LLM")
-        if self.pooler is not None and isinstance(params, PoolingParams):
-            self.pooler.check(ids, params.pooling)
 
     @uninterrupted
     def cancel(self, request_id: str) -> bool:
-        """End a request and free all that it holds, now, or when the step is over that this is called from within; False if it is unknown
-        or has finished."""
+        """End a request and free everything it holds, at once or, if called from within a step, at the step's end. False if there is no
+        such unfinished request."""
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -276,13 +270,12 @@ class Engine:
     @in_plain_modes
     @on_its_device
     def load_lora(self, name: str, source: Any) -> None:
-        """As `LLM.load_lora`; steps that run meanwhile are not held up. Raises as `LoraPool.load` does, or ValueError: there is no room for
-        adapters at all."""
+        """See `LLM.load_lora`; running steps are not held up. Raises what `LoraPool.load` raises, or ValueError if max_loras is 0."""
         self._adapters().load(name, source)
 
     @uninterrupted
     def unload_lora(self, name: str) -> None:
-        """As `LLM.unload_lora`; its slot is free for another."""
+        """See `LLM.unload_lora`; frees the adapter's slot."""
         adapter = self._adapters().of(name)
         if users := [request.id for request in self.requests.values() if request.lora == name]:
             raise ValueError(
@@ -300,12 +293,12 @@ class Engine:
     @in_plain_modes
     @on_its_device
     def step(self) -> TokenEvents:
-        """Launch one batch and wait for the previous one, or, without overlap, for this one.
+        """Launch one batch and wait for the previous one or, without overlap, for this one.
 
-        Returns an event per token that came, and one without a token for requests that end without one; with overlap it may return
-        none while there is work. After an exception from the model no token is lost: the requests go on with the next call, which
-        also brings the events that were due; what has a recurrent state is computed anew. So it is after Ctrl-C, which is raised from
-        within the model, or when the step is over.
+        Returns an event for each token that arrived, and one without a token for each request that ends without one; with overlap there
+        may be none while there is work. If the model raises, no token is lost: requests continue with the next call, which also returns
+        pending events; requests with recurrent state are recomputed. The same holds for Ctrl-C, which is raised from within the model or
+        at the end of the step.
 
         Raises:
             RuntimeError: called from within a step, by a logits processor or a callback.
@@ -333,9 +326,9 @@ class Engine:
         if is_due or (self.watch is not None and self.watch.may_be_stale()):
             self.look_at_model()
         if self._is_stale:
-            self._forget_what_was_computed()
-        while self._nothing_to_do:
-            request = self._nothing_to_do.pop(0)
+            self._drop_stale_kv()
+        while self._wanting_no_token:
+            request = self._wanting_no_token.pop(0)
             if request.finish_reason is None:
                 self.output_processor.end(request, FinishReason.LENGTH)
         may_overlap = self.overlaps and not self.scheduler.wants_drain and not self.output_processor.num_host_bound
@@ -343,16 +336,19 @@ class Engine:
         launched = self._launch()
         self._collect(1 if launched and self.overlaps else 0)
         held_back.check()
-        return self.due_events()
+        return self.take_due_events()
 
     @in_plain_modes
     @on_its_device
     def run_rows(self, columns: RequestColumns) -> Tensor:
-        """A step of rows that are no requests: logits [sum(num_logits), vocabulary], a copy. Their pages are the caller's, who takes none
-        of `kv`: an engine serves either requests or such rows. The model has no recurrent state."""
-        step = self.steps.prepare(columns)
+        """Run one step of rows that belong to no request; returns a copy of their logits [sum(num_logits), vocabulary].
+
+        The caller owns their pages and takes none from `kv`: an engine serves either requests or such rows. Not for models with recurrent
+        state.
+        """
+        step = self.step_runner.prepare(columns)
         with self.threads.for_step(len(columns.tokens)) if self.threads is not None else nullcontext():
-            return self.steps.run(step).logits.clone()
+            return self.step_runner.run(step).logits.clone()
 
     @uninterrupted
     def clear_prefix_cache(self) -> int:
@@ -362,39 +358,39 @@ class Engine:
     @uninterrupted
     @on_its_device
     def close(self) -> None:
-        """Cancel everything, give the prefix cache's pages back and free all graphs; later steps would run uncaptured."""
+        """Cancel all requests, empty the prefix cache and free all graphs; later steps would run uncaptured."""
         for request_id in list(self.requests):
             self.cancel(request_id)
         self._in_flight.clear()
         self.clear_prefix_cache()
         self.input_processor.guides.close()
-        for steps in (self.steps, self.lora_steps):
-            if steps is not None:
-                steps.close()
+        for step_runner in (self.step_runner, self.lora_step_runner):
+            if step_runner is not None:
+                step_runner.close()
         self.watch = None
         self.runner.close()
 
     @uninterrupted
     @on_its_device
     def release(self) -> None:
-        """`close`, and give the memory of KV pages and states back; no step may follow."""
+        """`close`, and free the memory of KV pages and states; no step may follow."""
         self.close()
         self._released = True
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize(self.device)  # steps that were cancelled may still write there
-        for pool in (self.pool, self.states):
+        for pool in (self.pool, self.state_pool):
             if pool is not None:
                 pool.release()
         if on_gpu:
-            torch.cuda.empty_cache()  # the next engine's pool goes by the memory that the driver calls free, before it captures anything
+            torch.cuda.empty_cache()  # the next engine sizes its pool by the memory that the driver reports as free
 
     @on_its_device
     def look_at_model(self) -> None:
-        """Whether it changed: numbers written in place are followed from the next step on.
+        """Check whether the model has changed. Values written in place take effect from the next step on.
 
         Raises:
-            ModelChangedError: it is no longer what the engine runs.
+            ModelChangedError: it is no longer the model that the engine runs.
         """
         if self.watch is not None:
             if self.pooler is not None and not self.pooler.has_its_body:
@@ -402,8 +398,8 @@ class Engine:
             self._is_stale |= self.watch.look()
             self._steps_since_look, self._look_is_due = 0, False
 
-    def _forget_what_was_computed(self) -> None:
-        """Weights changed: running requests keep their tokens and compute KV and states anew, and nobody finds old ones in the cache."""
+    def _drop_stale_kv(self) -> None:
+        """After weights changed: running requests keep their tokens and recompute KV and states; the prefix cache is emptied."""
         self._collect(0)
         for request in list(self.scheduler.running.from_last()):
             self.scheduler.preempt(request)
@@ -426,27 +422,18 @@ class Engine:
             scheduled, running.rows, running.indices(requests), in_flight, self.pooler is not None, checkpoints, self.kv.frames
         )
         self.last_scheduled = requests
-        steps = self.steps
-        if self.lora_steps is not None and columns.lora_slots is not None and columns.lora_slots.max() >= 0:
-            steps = self.lora_steps
-        step = steps.prepare(columns)
-        before_model = time.perf_counter()
-        own_writes = self.watch.own_writes() if self.watch is not None and step.captured is None else nullcontext()
+        step_runner = self.step_runner
+        if self.lora_step_runner is not None and columns.lora_slots is not None and columns.lora_slots.max() >= 0:
+            step_runner = self.lora_step_runner
+        step = step_runner.prepare(columns)
         try:
-            with own_writes, self.threads.for_step(len(columns.tokens)) if self.threads is not None else nullcontext():
-                with held_back.let_through():
-                    output = steps.run(step)
-                self.stats.model_seconds += time.perf_counter() - before_model
-                scores = PromptScores(output.logits, [tokens for _, tokens in layout.scored]) if layout.scored else None
-                pooled = PooledRows(output.logits, [part for _, part in layout.pooled]) if layout.pooled else None
-                chosen = self._choose(output, layout) if layout.sampling else None
-            launched = InFlightStep(layout, chosen, next(self._step_numbers), scores, pooled).begin()
+            launched = self._run(step_runner, step, layout, len(columns.tokens)).begin()
         except BaseException:
-            with self.kv.states.leaving_none(requests):
+            with self.kv.states.without_sharing_last(requests):
                 try:
                     self._collect(0)  # earlier results are not lost
                 finally:
-                    self._restart([request for request in requests if request.finish_reason is None])
+                    self._reset_after_error([request for request in requests if request.finish_reason is None])
             self.last_scheduled = requests
             raise
         self._in_flight.append(launched)
@@ -455,18 +442,31 @@ class Engine:
         self.stats.prompt_tokens += layout.num_of_prompts
         return True
 
+    def _run(self, step_runner: StepRunner, step: Step, layout: StepLayout, num_tokens: int) -> InFlightStep:
+        """Launch the model and the sampling of its logits."""
+        before_model = time.perf_counter()
+        own_writes = self.watch.own_writes() if self.watch is not None and step.captured is None else nullcontext()
+        with own_writes, self.threads.for_step(num_tokens) if self.threads is not None else nullcontext():
+            with held_back.let_through():
+                output = step_runner.run(step)
+            self.stats.model_seconds += time.perf_counter() - before_model
+            scores = PromptScores(output.logits, [tokens for _, tokens in layout.scored]) if layout.scored else None
+            pooled = PooledRows(output.logits, [part for _, part in layout.pooled]) if layout.pooled else None
+            chosen = self._choose(output, layout) if layout.sampling else None
+        return InFlightStep(layout, chosen, next(self._step_numbers), scores, pooled)
+
     def _choose(self, output: StepOutput, layout: StepLayout) -> SamplerOutput:
         if layout.sample_rows is not None:
             rows = copy_to_device(layout.sample_rows, output.logits.device)
             output = StepOutput(output.logits.index_select(0, rows), None)
         chosen = self.sampler.choose(output.logits, layout.states, output.greedy_tokens)
         if chosen.tokens is not output.greedy_tokens:
-            self.steps.future_tokens.store(chosen.tokens)
+            self.step_runner.future_tokens.store(chosen.tokens)
         return chosen
 
     def _collect(self, keep: int) -> None:
-        """Take in what the oldest steps chose, until `keep` are left, and what an exception left over; events go to the processor."""
-        while self._in_flight and (len(self._in_flight) > keep or self._in_flight[0].has_come or not self.requests):
+        """Process the results of the oldest steps until `keep` steps are in flight, and results that an exception left unprocessed."""
+        while self._in_flight and (len(self._in_flight) > keep or self._in_flight[0].has_arrived or not self.requests):
             if not self.requests:  # nobody waits for its results
                 self._in_flight.clear()
                 return
@@ -478,22 +478,22 @@ class Engine:
             except BaseException:
                 lost = dict.fromkeys(request for late in reversed(self._in_flight) for request in late.rollback())
                 self._in_flight.clear()
-                self._restart(list(lost))  # when none has a token under way any more
+                self._reset_after_error(list(lost))  # by now none of them has a pending token
                 raise
             finally:
                 self.stats.model_seconds += time.perf_counter() - started
             self.output_processor.process(in_flight)
             self._in_flight.popleft()
 
-    def _restart(self, requests: list[Request]) -> None:
-        """After an error: what the device counted for them is not to be relied on, and recurrent states are computed anew: unlike KV, which
-        the next try writes over, a state that has advanced cannot be taken back."""
-        with self.kv.states.leaving_none(requests):
+    def _reset_after_error(self, requests: list[Request]) -> None:
+        """Discard the device's token counts, which may be wrong, and recompute requests with recurrent state: the next try overwrites KV,
+        but a state that has advanced cannot be rolled back."""
+        with self.kv.states.without_sharing_last(requests):
             for request in requests:
                 self.sampler.forget(request.sampling)
                 if not self.kv.can_go_on(request):
                     self.scheduler.preempt(request)
 
-    def due_events(self) -> TokenEvents:
-        """Events that the next `step` would return first: of tokens that came before a step failed."""
+    def take_due_events(self) -> TokenEvents:
+        """Take the events that the next `step` would return first: tokens that arrived before a step failed."""
         return self.output_processor.take_pending()

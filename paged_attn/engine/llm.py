@@ -440,7 +440,7 @@ class LLM(PoolingCalls):
             try:
                 events = self.engine.step()
             except BaseException:
-                self._hand_out(self.engine.due_events())  # events of requests that ended before the error
+                self._hand_out(self.engine.take_due_events())  # events of requests that ended before the error
                 raise
             self._hand_out(events)
 

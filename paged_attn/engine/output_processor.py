@@ -1,4 +1,4 @@
-"""Applies sampled tokens to their requests: text, stops, ends, and the events that report them."""
+"""Applies sampled tokens to their requests: text, stop conditions, and the events that report them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EngineStats:
     new_tokens: int = 0
 
     def reset(self) -> None:
-        """Count from nothing again."""
+        """Set all counters to 0."""
         vars(self).update(vars(EngineStats()))
 
 
@@ -39,8 +39,8 @@ class OutputProcessor:
 
     Attributes:
         requests: those that have not finished, by id.
-        pending: events that nobody was told yet.
-        num_host_bound: how many requests choose with the host's help.
+        pending: events not yet returned by `Engine.step`.
+        num_host_bound: how many unfinished requests need the host to choose a token.
     """
 
     kv: KVManager
@@ -51,27 +51,27 @@ class OutputProcessor:
     pending: TokenEvents = field(default_factory=TokenEvents)
     num_host_bound: int = 0
 
-    def expect(self, request: Request) -> None:
-        """Tokens of the request may come from now on."""
+    def add_request(self, request: Request) -> None:
         self.requests[request.id] = request
         self.num_host_bound += request.params.needs_host
 
     def take_pending(self) -> TokenEvents:
-        """The events that are pending, which with this call are not any more."""
+        """Return the pending events and forget them."""
         events, self.pending = self.pending, TokenEvents()
         return events
 
     def end(self, request: Request, reason: FinishReason) -> None:
-        """End it without a token."""
+        """End a request without a token."""
         self.pending.append(self._finish(request, reason))
 
     def cancel(self, request: Request) -> None:
-        """End it, and tell nobody anything about it any more."""
+        """End a request and drop its pending events."""
         self._finish(request, FinishReason.CANCELLED)
         self.pending = self.pending.without(request.id)
 
     def process(self, in_flight: InFlightStep) -> None:
-        """Called for every request of every step: no frills. What an exception leaves over is taken in by the next call."""
+        """Apply a step's results. This runs for every request of every step, so it must be fast. If it raises, the next call continues
+        with the results that are left."""
         pending, num_plain = self.pending.append, 0
         try:
             for request, scored in in_flight.scores():
@@ -85,7 +85,7 @@ class OutputProcessor:
                     request.pooled.add(part, row)
             for request, end, token_id, known, goes_on in in_flight.results():
                 if request.finish_reason is not None:
-                    request.drop_pending_token()  # it ended while this step ran
+                    request.drop_pending_token()  # the request ended while this step ran
                     continue
                 request.num_validated = end
                 if token_id < 0:
@@ -96,14 +96,14 @@ class OutputProcessor:
                     request.tokens.append(token_id)
                     pending((request.id, token_id))
                 else:
-                    pending(self.accept(request, known or SampledToken(token_id)))
+                    pending(self.append_token(request, known or SampledToken(token_id)))
         finally:
             self.stats.new_tokens += num_plain
 
-    def accept(self, request: Request, token: SampledToken) -> TokenEvent:
-        """Take in a token with all that it may mean."""
+    def append_token(self, request: Request, token: SampledToken) -> TokenEvent:
+        """Append a token to a request: share its prefix, extend its text, and end it if the token stops it."""
         token_id, detokenizer = token.token_id, request.detokenizer
-        if not request.max_new_tokens:  # it was to be scored or embedded, and that is done
+        if not request.max_new_tokens:  # only scored or embedded, which is done
             self.stats.cached_tokens += request.cached_tokens
             request.drop_pending_token()
             self.kv.share(request)  # including its snapshots, which are dropped when it ends
@@ -115,26 +115,30 @@ class OutputProcessor:
         if is_first:
             self.stats.cached_tokens += request.cached_tokens
         if is_first or request.snapshots:
-            self.kv.share(request)  # others that wait with the same prompt can use it from the next step on
+            self.kv.share(request)  # waiting requests with the same prompt can use it from the next step on
         self.stats.new_tokens += 1
         try:
             text = detokenizer.append(token_id)
         except MODEL_ERRORS as error:
-            return self._finish(request, self._no_text(request, error))
-        reason: FinishReason | None = None
-        if detokenizer.stopped is not None:
-            reason, request.stop_reason = FinishReason.STOP, detokenizer.stopped
-        elif token_id in request.stop_token_ids:
-            reason = FinishReason.STOP
-            request.stop_reason = token_id if token_id in request.params.stop_token_ids else None
-        elif request.sampling.guide is not None and not request.sampling.guide.goes_on_after(token_id):
-            reason = FinishReason.STOP
-        elif request.num_sampled >= request.max_new_tokens:
-            reason = FinishReason.LENGTH
+            return self._finish(request, self._fail_to_decode(request, error))
+        reason = self._finish_reason(request, token_id)
         if reason is not None:
             ended = self._finish(request, reason)
             return TokenEvent(request.id, token_id, text + ended.text, ended.finish_reason, token.logprob, token.top_logprobs)
         return TokenEvent(request.id, token_id, text, None, token.logprob, token.top_logprobs)
+
+    @staticmethod
+    def _finish_reason(request: Request, token_id: int) -> FinishReason | None:
+        """Why a request ends after its last token; None if it continues. Sets `stop_reason`."""
+        if request.detokenizer.stopped is not None:
+            request.stop_reason = request.detokenizer.stopped
+            return FinishReason.STOP
+        if token_id in request.stop_token_ids:
+            request.stop_reason = token_id if token_id in request.params.stop_token_ids else None
+            return FinishReason.STOP
+        if request.sampling.guide is not None and not request.sampling.guide.goes_on_after(token_id):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if request.num_sampled >= request.max_new_tokens else None
 
     def _fail(self, request: Request, token_id: int = BAD_LOGITS) -> TokenEvent:
         """End a request that got BAD_LOGITS or NONE_LEFT in place of a token."""
@@ -158,8 +162,8 @@ class OutputProcessor:
         return self._finish(request, FinishReason.ERROR)
 
     @staticmethod
-    def _no_text(request: Request, error: Exception) -> FinishReason:
-        """The reason for which a request ends whose tokens its tokenizer does not decode."""
+    def _fail_to_decode(request: Request, error: Exception) -> FinishReason:
+        """Set the error of a request whose tokens its tokenizer cannot decode."""
         why = f"its tokenizer does not decode what the model chose ({type(error).__name__}: {error})"
         what = "give a tokenizer that knows all ids of the model, or forbid the others (bad_words=[[id], ...])"
         request.error = ValueError(f"request {request.id!r} ended after {request.num_sampled} new tokens, others go on: {why}; {what}")
@@ -171,7 +175,7 @@ class OutputProcessor:
         try:
             text = request.detokenizer.finish() if request.detokenizer.stopped is None else ""
         except MODEL_ERRORS as error:
-            reason = self._no_text(request, error)
+            reason = self._fail_to_decode(request, error)
         request.finish_reason = reason
         self.sampler.forget(request.sampling)
         self.num_host_bound -= request.params.needs_host

@@ -14,19 +14,19 @@ if torch.distributed.is_available():
 _ops: Any = torch.ops._c10d_functional
 
 
-def sum_over(partial: Tensor, group: str) -> Tensor:
+def all_reduce(partial: Tensor, group: str) -> Tensor:
     """The sum of all ranks' tensors of one shape; every rank gets it."""
     summed: Tensor = _ops.wait_tensor(_ops.all_reduce(partial.contiguous(), "sum", group))
     return summed
 
 
-def from_first(tensor: Tensor, group: str) -> Tensor:
+def broadcast_from_first(tensor: Tensor, group: str) -> Tensor:
     """The first rank's tensor."""
     received: Tensor = _ops.wait_tensor(_ops.broadcast(tensor.contiguous(), 0, group))
     return received
 
 
-def gathered(part: Tensor, width: int, ranks: int, group: str) -> Tensor:
+def all_gather_last_dim(part: Tensor, width: int, ranks: int, group: str) -> Tensor:
     """[..., width] from each rank's slice of the last dim, of which the last ones may be shorter (as torch.chunk cuts)."""
     each = -(-width // ranks)
     rows = part.reshape(-1, part.shape[-1])

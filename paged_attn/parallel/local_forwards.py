@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.parallel.collectives import from_first, gathered, sum_over
+from paged_attn.parallel.collectives import all_gather_last_dim, all_reduce, broadcast_from_first
 from paged_attn.parallel.own_experts import OwnExperts, WholeExperts
 from paged_attn.parallel.plan import EXPERT_PARALLEL
 from paged_attn.parallel.ranks import Ranks
@@ -47,7 +47,7 @@ def local_forward(name: str, module: nn.Module, style: str, ranks: Ranks, cut: b
         return WholeExperts(whole, ranks.name, ranks.rank * count, count, ranks.size * count).summed
     if style == "all_reduce":
         group = ranks.name
-        return lambda *args, **kwargs: sum_over(whole(*args, **kwargs), group)
+        return lambda *args, **kwargs: all_reduce(whole(*args, **kwargs), group)
     if style == "moe_identity_expert":
         return lambda x, *args, **kwargs: whole(x / ranks.size, *args, **kwargs)
     raise UnsupportedError(
@@ -59,7 +59,7 @@ def local_forward(name: str, module: nn.Module, style: str, ranks: Ranks, cut: b
 def equal_on_all_ranks(forward: Forward, ranks: Ranks) -> Forward:
     """`forward` with the first rank's result on all of them."""
     group = ranks.name
-    return lambda *args, **kwargs: from_first(forward(*args, **kwargs), group)
+    return lambda *args, **kwargs: broadcast_from_first(forward(*args, **kwargs), group)
 
 
 def _as_it_is(whole: Forward) -> Forward:
@@ -69,7 +69,7 @@ def _as_it_is(whole: Forward) -> Forward:
 
 def _gathered(whole: Forward, width: int, ranks: Ranks) -> Forward:
     size, group = ranks.size, ranks.name
-    return lambda *args, **kwargs: gathered(whole(*args, **kwargs), width, size, group)
+    return lambda *args, **kwargs: all_gather_last_dim(whole(*args, **kwargs), width, size, group)
 
 
 def _summed_linear(module: nn.Linear, ranks: Ranks, slices_input: bool) -> Forward:
@@ -79,7 +79,7 @@ def _summed_linear(module: nn.Linear, ranks: Ranks, slices_input: bool) -> Forwa
     def forward(x: Tensor) -> Tensor:
         if slices_input:
             x = x.narrow(-1, start, module.weight.shape[1])
-        output = sum_over(functional.linear(x, module.weight), group)
+        output = all_reduce(functional.linear(x, module.weight), group)
         return output if module.bias is None else output + module.bias
 
     return forward
@@ -92,6 +92,6 @@ def _summed_embedding(whole: Forward, module: nn.Embedding, ranks: Ranks) -> For
 
     def forward(ids: Tensor) -> Tensor:
         mine = (ids >= start) & (ids < start + rows)
-        return sum_over(whole((ids - start).where(mine, 0)).where(mine[..., None], 0), group)
+        return all_reduce(whole((ids - start).where(mine, 0)).where(mine[..., None], 0), group)
 
     return forward

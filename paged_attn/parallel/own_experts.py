@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paged_attn.parallel.collectives import sum_over
+from paged_attn.parallel.collectives import all_reduce
 
 
 class OwnExperts:
@@ -24,7 +24,7 @@ class OwnExperts:
 
     def summed(self, *args: Any, **kwargs: Any) -> Tensor:
         """What the whole module computes, on every rank."""
-        return sum_over(self.forward(*args, **kwargs), self.group)
+        return all_reduce(self.forward(*args, **kwargs), self.group)
 
 
 class WholeExperts(OwnExperts):
@@ -38,7 +38,7 @@ class WholeExperts(OwnExperts):
     def summed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum over all ranks' experts [T, H], on every rank, from hidden states [T, H], ids and weights [T, k]."""
         ids = (top_k_index - self.first).remainder(self.total)
-        return sum_over(self.forward(hidden_states, ids, top_k_weights), self.group)
+        return all_reduce(self.forward(hidden_states, ids, top_k_weights), self.group)
 
 
 def own_experts(module: nn.Module) -> OwnExperts | None:

@@ -81,7 +81,7 @@ def explanation(compiled: nn.Module | LLM | Engine) -> Explanation:
     if not isinstance(target, nn.Module):
         runner, selection = target.runner, target.selection
         graph = GraphExplanation.of(runner.compiled) if isinstance(runner, TracedRunner) else GraphExplanation.of_hooked(runner)
-        name, capture = type(runner.model).__name__, tuple(target.steps.report().lines())
+        name, capture = type(runner.model).__name__, tuple(target.step_runner.report().lines())
         return Explanation(name, (graph,), selection.backend.name, selection.describe(), capture, tuple(memory_lines(target)))
     model, graphs = _graphs(target)
     backend, reason = _auto_backend(model, graphs)

@@ -147,7 +147,7 @@ def run_past_errors(engine: Engine) -> tuple[list[Any], int]:
 
 def fail_once(engine: Engine, error: BaseException, at_call: int = 1) -> None:
     """Let the model raise in its `at_call`-th step from now on, after it has run."""
-    run, calls = engine.steps.run, iter(range(1, 10**9))
+    run, calls = engine.step_runner.run, iter(range(1, 10**9))
 
     def failing(*args: Any) -> Any:
         logits = run(*args)
@@ -155,7 +155,7 @@ def fail_once(engine: Engine, error: BaseException, at_call: int = 1) -> None:
             raise error
         return logits
 
-    engine.steps.run = failing  # type: ignore[method-assign]
+    engine.step_runner.run = failing  # type: ignore[method-assign]
 
 
 def assert_idle(engine: Engine) -> None:

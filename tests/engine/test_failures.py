@@ -230,13 +230,13 @@ def test_poisoned_pages_do_not_stay_in_the_prefix_cache(max_batch_tokens: int) -
 
 def test_nan_in_the_middle_of_an_answer_keeps_the_healthy_prefix_only() -> None:
     engine = make_engine(overlap=False)
-    run, answer = engine.steps.run, oracle(PROMPTS[1])
+    run, answer = engine.step_runner.run, oracle(PROMPTS[1])
     request = engine.add_request(PROMPTS[1], GREEDY)
     for _ in range(7):
         engine.step()
-    engine.steps.run = lambda *args: StepOutput(torch.full_like(run(*args).logits, float("inf")), None)  # type: ignore[method-assign]
+    engine.step_runner.run = lambda *args: StepOutput(torch.full_like(run(*args).logits, float("inf")), None)  # type: ignore[method-assign]
     engine.step()
-    engine.steps.run = run  # type: ignore[method-assign]
+    engine.step_runner.run = run  # type: ignore[method-assign]
     assert (request.finish_reason, request.output_token_ids) == ("error", answer[:7])
     assert_idle(engine)
     assert engine.kv.tree is not None and engine.kv.tree.num_pages == len(PROMPTS[1]) // 4, "what the first good logits vouched for"

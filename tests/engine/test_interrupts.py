@@ -25,9 +25,9 @@ PROMPTS = random_prompts(0, 6, 19, 11)
 GREEDY = SamplingParams(max_new_tokens=8)
 PLACES = [
     (PageAllocator, "allocate"), (PageAllocator, "free"), (RadixCache, "lock"), (RadixCache, "unlock"), (RadixCache, "extend"),
-    (KVManager, "release"), (KVManager, "adopt_prefix"), (OutputProcessor, "expect"), (OutputProcessor, "_finish"),
+    (KVManager, "release"), (KVManager, "adopt_prefix"), (OutputProcessor, "add_request"), (OutputProcessor, "_finish"),
     (Scheduler, "_start"), (RunningSet, "add"), (RunningSet, "remove"), (WaitingQueue, "take"), (LLM, "_hand_out"), (LLM, "_queue"),
-    (Engine, "_launch"), (Engine, "due_events"),
+    (Engine, "_launch"), (Engine, "take_due_events"),
 ]  # fmt: skip
 
 
@@ -86,14 +86,14 @@ def test_who_steps_an_engine_goes_on_after_an_interrupt_without_losing_a_token(m
 
 def test_the_model_is_interrupted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm()
-    run, went_on = llm.engine.steps.run, []
+    run, went_on = llm.engine.step_runner.run, []
 
     def long(*args: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         went_on.append(True)
         return run(*args)
 
-    monkeypatch.setattr(llm.engine.steps, "run", long)
+    monkeypatch.setattr(llm.engine.step_runner, "run", long)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY)
     assert not went_on

@@ -28,8 +28,8 @@ def test_tokens_are_the_models_in_ragged_chunked_batches_and_from_snapshots(name
     llm = make_llm(model, page_size=4, max_batch_tokens=16, num_pages=200)
     layers = llm.engine.runner.recurrent
     assert layers and all(layer.ops == ("short_conv", "kda") for layer in layers)
-    assert llm.engine.states is not None
-    llm.engine.states.fill(float("nan"))
+    assert llm.engine.state_pool is not None
+    llm.engine.state_pool.fill(float("nan"))
     for run in ("first", "second"):
         got = llm.generate(PROMPTS, SamplingParams(max_new_tokens=NEW))
         assert [c.token_ids for c in got] == expected, f"{run} run"

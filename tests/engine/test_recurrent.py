@@ -31,8 +31,8 @@ def expected(name: str) -> list[list[int]]:
 
 def poison_freed_slots(engine: Engine) -> list[int]:
     """From now on a slot, of a request or a snapshot, becomes NaN when it is freed; returns the list of those that were."""
-    assert engine.states is not None and engine.kv.states.allocator is not None
-    states, freed, free = engine.states, list[int](), engine.kv.states.allocator.free
+    assert engine.state_pool is not None and engine.kv.states.allocator is not None
+    states, freed, free = engine.state_pool, list[int](), engine.kv.states.allocator.free
 
     def poisoning(slot: int) -> None:
         free(slot)
@@ -81,7 +81,7 @@ def test_preempted_requests_start_again(name: str) -> None:
 def test_fewer_slots_than_requests() -> None:
     llm = make_llm(recurrent(HYBRID), max_requests=2, max_batch_tokens=16, state_snapshots=3)
     freed = poison_freed_slots(llm.engine)
-    assert llm.engine.states is not None and llm.engine.states.num_slots == 1 + 2 + 3
+    assert llm.engine.state_pool is not None and llm.engine.state_pool.num_slots == 1 + 2 + 3
     assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == expected(HYBRID)
     assert freed and set(freed) <= {1, 2, 3, 4, 5} and llm.engine.kv.states.num_in_use == 0
 
@@ -89,7 +89,7 @@ def test_fewer_slots_than_requests() -> None:
 def test_requests_wait_for_a_slot_where_memory_holds_fewer_than_max_requests() -> None:
     each = sum(layer.spec.nbytes for layer in make_engine(recurrent(HYBRID)).runner.recurrent)
     llm = make_llm(recurrent(HYBRID), num_pages=30, kv_memory_gib=6 * each / 2**30, max_batch_tokens=16)
-    assert llm.engine.states is not None and llm.engine.states.num_slots == 3 < llm.engine.config.max_requests
+    assert llm.engine.state_pool is not None and llm.engine.state_pool.num_slots == 3 < llm.engine.config.max_requests
     assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == expected(HYBRID)
 
 
@@ -175,7 +175,7 @@ def test_a_model_without_attention_has_pages_that_hold_nothing() -> None:
 
 def test_a_model_with_attention_alone_has_no_state() -> None:
     engine = make_engine()
-    assert engine.runner.recurrent == () and engine.states is None and engine.kv.states.allocator is None and engine.kv.tree is not None
+    assert engine.runner.recurrent == () and engine.state_pool is None and engine.kv.states.allocator is None and engine.kv.tree is not None
 
 
 @pytest.mark.parametrize(("name", "settings"), [(HYBRID, {"state_snapshots": 0}), ("mamba", OWN_FORWARD)])
@@ -183,7 +183,7 @@ def test_without_snapshots_no_prefix_is_reused(caplog: pytest.LogCaptureFixture,
     with caplog.at_level("INFO", "paged_attn"):
         llm = make_llm(recurrent(name), **settings)
     assert llm.engine.kv.tree is None and llm.engine.kv.states.snapshots is None
-    assert llm.engine.states is not None and llm.engine.states.num_slots == llm.engine.config.max_requests + 1
+    assert llm.engine.state_pool is not None and llm.engine.state_pool.num_slots == llm.engine.config.max_requests + 1
     for _ in range(2):
         assert [(c.token_ids, c.cached_tokens) for c in llm.generate(PROMPTS[3:], GREEDY)] == [(t, 0) for t in expected(name)[3:]]
     assert sum("no prefix is reused" in record.message for record in caplog.records) == 1

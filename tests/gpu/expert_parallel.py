@@ -56,7 +56,7 @@ def tokens(device: torch.device, names: Sequence[str] = MODELS) -> None:
             with LLM(model, num_pages=256, page_size=16, max_requests=5, max_batch_tokens=24, graph_decode_sizes=3) as llm:
                 got = [[c.token_ids for c in llm.generate(PROMPTS, SamplingParams(max_new_tokens=16, ignore_eos=True))] for _ in range(2)]
                 ops = sum(node.target is EXPERTS for node in llm.engine.runner.compiled.rewrite.gm.graph.nodes)
-                graphs = llm.engine.steps.graphs
+                graphs = llm.engine.step_runner.graphs
                 full = 0 if graphs is None else sum(str(key).startswith("full") for key in graphs.captured)
                 backend = llm.engine.runner.compiled.rewrite.experts
             assert got == [expected] * 2, f"rank {dist.get_rank()}: {name}, {way}: other tokens than the whole model's"

@@ -189,7 +189,7 @@ def run(family: str, tiny: bool) -> dict[str, Any]:
         report["seconds_fp32_ready"] = round(time.perf_counter() - started, 1)
         served = [[c.token_ids for c in llm.generate(prompts, params)] for _ in ("cold", "warm")]
         report["compiled_by"] = llm.engine.runner.runs_as
-        report["capture"] = llm.engine.steps.report().lines()[:3]
+        report["capture"] = llm.engine.step_runner.report().lines()[:3]
     report["fp32_equal"] = [[ours == theirs for ours, theirs in zip(each, generated, strict=True)] for each in served]
     sequences = [prompt + tokens for prompt, tokens in zip(prompts, generated, strict=True)]
     exact = by_model(model, sequences, NEW_TOKENS)

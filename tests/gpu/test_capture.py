@@ -130,7 +130,7 @@ def test_lengths_pages_and_counts_change_between_replays(mode: str) -> None:
 def test_a_captured_decode_step_does_not_wait(mode: str) -> None:
     model = build("llama").cuda()
     with LLM(model, inductor=False, graphs=mode, **SETTINGS) as llm:
-        steps = llm.engine.steps
+        steps = llm.engine.step_runner
         requests = [BatchRequest([3], [1, 2], 17), BatchRequest([4], [3], 5), BatchRequest([4], [4], 1)]
         steps.run(steps.prepare(requests))
         with waiting_is_an_error():
@@ -143,8 +143,8 @@ def test_a_captured_decode_step_does_not_wait(mode: str) -> None:
 def test_close_frees_the_graphs() -> None:
     model = build("llama").cuda()
     engine = Engine(model, config=LLM(model, inductor=False, graphs="off", num_pages=8).engine.config.with_(graphs="full", **SETTINGS))
-    assert engine.steps.graphs is not None and engine.steps.report().nbytes > 0
-    made = engine.steps.graphs.recorder
+    assert engine.step_runner.graphs is not None and engine.step_runner.report().nbytes > 0
+    made = engine.step_runner.graphs.recorder
     engine.close()
     assert isinstance(made, CudaRecorder) and made.mark() == 0
     gc.collect()
@@ -206,7 +206,7 @@ def test_a_model_that_waits_is_left_uncaptured_with_its_reason() -> None:
 def test_sampling_in_the_graph() -> None:
     model = build("llama").cuda()
     with LLM(model, inductor=False, **SETTINGS) as llm:
-        steps = llm.engine.steps
+        steps = llm.engine.step_runner
         llm.engine.pool.storage.zero_()
         step = steps.prepare([BatchRequest([5], [1, 2], 17), BatchRequest([7], [3], 2)])
         assert step.captured is not None and step.captured.key.mode == "full"

@@ -54,7 +54,7 @@ def test_logits_of_an_engine(graphs: str) -> None:
     expected = by_model(copy.deepcopy(model).float(), prompts, 4)
     with LLM(model, backend="triton", graphs=graphs, page_size=16, num_pages=64, inductor=False) as llm:
         assert all(isinstance(spec, DualChunkSpec) for spec in llm.engine.runner.layers)
-        assert llm.engine.steps.graphs is None or llm.engine.steps.report().full
+        assert llm.engine.step_runner.graphs is None or llm.engine.step_runner.report().full
         found = by_engine(llm.engine, prompts, 4)
     for got, true in zip(found, expected, strict=True):
         assert (got - true).abs().max() <= 0.08 * true.abs().max()

@@ -21,7 +21,7 @@ def test_tokens_in_float32_by_triton_in_captured_graphs(inductor: bool) -> None:
     expected = [greedy(model, prompt, 8) for prompt in PROMPTS]
     with LLM(model, inductor=inductor, num_pages=64, max_batch_tokens=16, max_requests=4, graph_strict=True) as llm:
         assert llm.engine.runner.compiled.rewrite.experts == {"triton": model.config.n_layers}  # type: ignore[attr-defined]
-        assert llm.engine.steps.report().full.sizes
+        assert llm.engine.step_runner.report().full.sizes
         got = llm.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True))
     assert [completion.token_ids for completion in got] == expected
 

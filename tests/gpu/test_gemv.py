@@ -72,7 +72,7 @@ def test_a_lone_request_runs_in_one_row(name: str, inductor: bool) -> None:
     prompts = random_prompts((5, 33))
     expected = [greedy(model, prompt, 12) for prompt in prompts]
     with LLM(model, inductor=inductor, max_batch_tokens=32, max_requests=4, num_pages=64, graph_strict=True) as llm:
-        assert 1 in llm.engine.steps.report().full.sizes
+        assert 1 in llm.engine.step_runner.report().full.sizes
         for prompt, tokens in zip(prompts, expected, strict=True):
             assert [c.token_ids for c in llm.generate([prompt], SamplingParams(max_new_tokens=12))] == [tokens]
         assert [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=12))] == expected

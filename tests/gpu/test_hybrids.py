@@ -57,7 +57,7 @@ def test_in_sixteen_bits_the_kernels_are_taken_and_decode_is_captured_whole(name
     with LLM(on_gpu(name, torch.bfloat16), page_size=16, num_pages=200) as llm:
         text = explain(llm)
         assert all(layer.ops for layer in llm.engine.runner.recurrent), text
-        assert llm.engine.steps.graphs is not None and llm.engine.steps.report().full, "full graphs hold the scans"
+        assert llm.engine.step_runner.graphs is not None and llm.engine.step_runner.report().full, "full graphs hold the scans"
         assert all(len(tokens) == 12 for tokens in answers(llm, PROMPTS))
 
 

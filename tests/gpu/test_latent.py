@@ -157,7 +157,7 @@ def test_logits_of_an_engine_by_another_package(name: str, graphs: str) -> None:
     both = name if backend_class(name).capabilities.phases == PHASES else f"triton,{name}"
     with LLM(model, backend=both, graphs=graphs, page_size=64, num_pages=32, inductor=False) as llm:
         assert all(isinstance(spec, LatentSpec) for spec in llm.engine.runner.layers)
-        assert llm.engine.steps.graphs is None or llm.engine.steps.report().full
+        assert llm.engine.step_runner.graphs is None or llm.engine.step_runner.report().full
         found = by_engine(llm.engine, prompts, 4)
     for got, true in zip(found, expected, strict=True):
         assert (got - true).abs().max() <= 0.08 * true.abs().max()

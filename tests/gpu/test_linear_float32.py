@@ -98,7 +98,7 @@ def test_engines_give_the_models_tokens_in_full_graphs(inductor: bool) -> None:
     with LLM(model, **settings) as llm:
         found = llm.engine.runner.compiled.rewrite  # type: ignore[attr-defined]
         assert found.counts["linear_float32"] == found.counts["routing"] == 2
-        assert 1 in llm.engine.steps.report().full.sizes
+        assert 1 in llm.engine.step_runner.report().full.sizes
         got = [c.token_ids for c in llm.generate(prompts, params)]
         assert [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
     with LLM(model, disable_passes=("linear_float32",), **settings) as llm:

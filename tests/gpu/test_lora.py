@@ -66,4 +66,8 @@ def test_every_request_of_a_mixed_batch_has_its_own(tmp_path: Path) -> None:
             llm.load_lora(name, folder)
         completions = llm.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True), lora=which)
         assert [completion.token_ids for completion in completions] == adapters.expected(prompts, which)
-        assert llm.engine.lora_steps is not None and llm.engine.lora_steps.graphs is not None and llm.engine.lora_steps.graphs.captured
+        assert (
+            llm.engine.lora_step_runner is not None
+            and llm.engine.lora_step_runner.graphs is not None
+            and llm.engine.lora_step_runner.graphs.captured
+        )

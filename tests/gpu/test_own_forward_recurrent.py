@@ -51,13 +51,13 @@ def test_tokens_are_the_models_in_full_graphs(name: str, full_float32: None, mon
         "graph_decode_sizes": 2, "graph_extend_sizes": 2, "inductor": False,
     }  # fmt: skip
     with LLM(model, **settings) as llm:
-        text, steps = explain(llm), llm.engine.steps
+        text, steps = explain(llm), llm.engine.step_runner
         assert "in full graphs" in text and "not whole" not in text, text
         assert steps.graphs is not None and steps.report().full is not None, text
         full = [captured.segments for key, captured in steps.graphs.captured.items() if key.mode == "full"]
         assert full and not any(segments.num_calls for segments in full), text
-        assert llm.engine.states is not None
-        llm.engine.states.fill(float("nan"))
+        assert llm.engine.state_pool is not None
+        llm.engine.state_pool.fill(float("nan"))
         run = steps.run
         monkeypatch.setattr(
             steps, "run", lambda step: (modes.append(step.captured.key.mode if step.captured else "uncaptured"), run(step))[1]

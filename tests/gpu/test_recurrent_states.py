@@ -29,8 +29,8 @@ def test_states_in_16_bits(name: str) -> None:
     params, tokens = SamplingParams(max_new_tokens=12, ignore_eos=True), []
     for state_dtype in ("auto", "bfloat16"):
         with LLM(model, state_dtype=state_dtype, num_pages=128, max_requests=4, inductor=False) as llm:
-            assert llm.engine.states is not None
-            wide = {state.dtype for state in llm.engine.states.tensors} - {torch.bfloat16}
+            assert llm.engine.state_pool is not None
+            wide = {state.dtype for state in llm.engine.state_pool.tensors} - {torch.bfloat16}
             assert wide == ({torch.float32} if state_dtype == "auto" else set())
             tokens.append([token for done in llm.generate(random_prompts((5, 40, 17)), params) for token in done.token_ids])
         torch._dynamo.reset()

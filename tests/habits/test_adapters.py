@@ -106,9 +106,9 @@ def test_loaded_and_unloaded_while_others_run(adapters: Adapters) -> None:
 
 def test_steps_without_an_adapter_run_the_graph_without(adapters: Adapters, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(base(), loras=adapters.folders, **SETTINGS) as llm:
-        assert llm.engine.lora_steps is not None
+        assert llm.engine.lora_step_runner is not None
         ran: list[bool] = []
-        for steps, has_adapters in ((llm.engine.steps, False), (llm.engine.lora_steps, True)):
+        for steps, has_adapters in ((llm.engine.step_runner, False), (llm.engine.lora_step_runner, True)):
             run = steps.run
             monkeypatch.setattr(steps, "run", lambda step, run=run, kind=has_adapters: (ran.append(kind), run(step))[1])
         tokens(llm, None)

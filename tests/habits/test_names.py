@@ -83,14 +83,14 @@ def test_a_step_that_failed_is_done_again(overlap: bool, monkeypatch: pytest.Mon
     llm = make_llm(overlap=overlap)
     params = SamplingParams(max_tokens=NEW, bad_words=[oracle(PROMPTS[1], NEW)[3:5], oracle(PROMPTS[1], NEW)[7:10]])
     expected = generated(PROMPTS[1], bad_words_ids=[list(word) for word in params.bad_words])
-    run, calls = llm.engine.steps.run, iter(range(100))
+    run, calls = llm.engine.step_runner.run, iter(range(100))
 
     def failing(*args: Any) -> Any:
         if next(calls) in (4, 7, 8):
             raise RuntimeError("planned")
         return run(*args)
 
-    monkeypatch.setattr(llm.engine.steps, "run", failing)
+    monkeypatch.setattr(llm.engine.step_runner, "run", failing)
     request = llm.engine.add_request(PROMPTS[1], params)
     while llm.engine.has_work:
         try:

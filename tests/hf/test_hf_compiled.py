@@ -326,9 +326,9 @@ def test_captured_steps_serve_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     models[1].compile(backend="paged_attn")
     generate(models[1], _prompts(), max_new_tokens=2)
     engine = calls_of(models[1]).engine
-    assert engine is not None and engine.steps.graphs is not None
+    assert engine is not None and engine.step_runner.graphs is not None
     uncaptured: list[Any] = []
-    monkeypatch.setattr(engine.steps, "_uncaptured", uncaptured.append)
+    monkeypatch.setattr(engine.step_runner, "_uncaptured", uncaptured.append)
     for keywords in ({}, {"num_beams": 3}):
         assert_same_on_pages(models, _prompts(), **keywords)
     assert not uncaptured

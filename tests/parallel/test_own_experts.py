@@ -22,7 +22,7 @@ RANKS = 2
 @pytest.fixture
 def apart() -> Iterator[None]:
     """Each rank keeps its part of the sum."""
-    with mock.patch.object(module_of_own, "sum_over", lambda partial, group: partial):
+    with mock.patch.object(module_of_own, "all_reduce", lambda partial, group: partial):
         yield
 
 

@@ -30,7 +30,7 @@ def llm_of(name: str, state_dtype: str) -> LLM:
 @pytest.mark.parametrize("name", NAMES)
 def test_they_take_half_of_the_bytes_and_give_the_same_within_16_bits(name: str) -> None:
     with llm_of(name, "auto") as own, llm_of(name, "bfloat16") as narrow:
-        wide, half = (llm.engine.states for llm in (own, narrow))
+        wide, half = (llm.engine.state_pool for llm in (own, narrow))
         assert wide is not None and half is not None
         assert all(state.dtype == torch.bfloat16 for state in half.tensors)
         kept = [sum(state.nbytes for state in pool.tensors if state.dim() > 3) / pool.num_slots for pool in (wide, half)]

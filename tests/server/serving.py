@@ -114,16 +114,16 @@ def wait_for(condition: Callable[[], bool]) -> None:
 @contextlib.contextmanager
 def held(engine: Engine) -> Iterator[threading.Semaphore]:
     """Inside, every step waits for a permit: `release(n)` lets n steps go. At the end all go."""
-    permits, run, ended = threading.Semaphore(0), engine.steps.run, threading.Event()
+    permits, run, ended = threading.Semaphore(0), engine.step_runner.run, threading.Event()
 
     def waiting(*args: Any) -> Any:
         while not ended.is_set() and not permits.acquire(timeout=0.01):
             pass
         return run(*args)
 
-    engine.steps.run = waiting  # type: ignore[method-assign]
+    engine.step_runner.run = waiting  # type: ignore[method-assign]
     try:
         yield permits
     finally:
         ended.set()
-        engine.steps.run = run  # type: ignore[method-assign]
+        engine.step_runner.run = run  # type: ignore[method-assign]

@@ -245,14 +245,14 @@ def test_what_nobody_foresaw_is_told_to_the_log_alone(monkeypatch: pytest.Monkey
 
 def test_the_backtrace_of_a_step_that_failed_stays_here() -> None:
     with serving() as running:
-        run, calls = running.engine.steps.run, iter(range(10**6))
+        run, calls = running.engine.step_runner.run, iter(range(10**6))
 
         def failing(*args: Any) -> Any:
             if next(calls) == 0:
                 raise RuntimeError("no kernel\nException raised from launch at /build/x.cu:1 (most recent call first):\nframe #0: c10")
             return run(*args)
 
-        running.engine.steps.run = failing  # type: ignore[method-assign]
+        running.engine.step_runner.run = failing  # type: ignore[method-assign]
         error = post(running).json()["error"]
         assert error["message"] == "the step that ran this request failed: RuntimeError: no kernel"
         running.wait_idle()

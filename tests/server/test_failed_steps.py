@@ -35,7 +35,7 @@ def tokens(reply: httpx.Response) -> Any:
 
 def test_a_failed_step_ends_what_ran_and_what_waited_goes_on() -> None:
     with serving(lambda: make_engine(tokenizer=chat_tokenizer(), max_requests=2)) as running, ThreadPoolExecutor(4) as pool:
-        run, failed_once = running.engine.steps.run, threading.Event()
+        run, failed_once = running.engine.step_runner.run, threading.Event()
 
         def failing(*args: Any) -> Any:
             if len(running.engine.scheduler.running) == len(running.engine.scheduler.waiting) == 2 and not failed_once.is_set():
@@ -43,7 +43,7 @@ def test_a_failed_step_ends_what_ran_and_what_waited_goes_on() -> None:
                 raise RuntimeError("the device coughed")
             return run(*args)
 
-        running.engine.steps.run = failing  # type: ignore[method-assign]
+        running.engine.step_runner.run = failing  # type: ignore[method-assign]
         with held(running.engine) as permits:
             replies = []
             for number in range(4):  # the first runs alone in a step that waits; then two run and two wait
@@ -69,7 +69,7 @@ def test_a_request_that_runs_but_was_not_in_the_step_that_failed_goes_on() -> No
     prompts = [[4 + i, 5, 6, 7, 8, 9] for i in range(2)]
     make = functools.partial(make_engine, tokenizer=chat_tokenizer(), num_pages=14, prefix_cache=False)
     with serving(make) as running, ThreadPoolExecutor(2) as pool:
-        run, failed = running.engine.steps.run, threading.Event()
+        run, failed = running.engine.step_runner.run, threading.Event()
 
         def failing(*args: Any) -> Any:
             if running.engine.scheduler.stats.preemptions and not failed.is_set():
@@ -77,7 +77,7 @@ def test_a_request_that_runs_but_was_not_in_the_step_that_failed_goes_on() -> No
                 raise RuntimeError("the device coughed")
             return run(*args)
 
-        running.engine.steps.run = failing  # type: ignore[method-assign]
+        running.engine.step_runner.run = failing  # type: ignore[method-assign]
         with held(running.engine):
             replies = []
             for i, prompt in enumerate(prompts):
@@ -179,7 +179,7 @@ def test_an_engine_whose_steps_all_fail_is_reported_dead() -> None:
         def failing(*_: Any) -> Any:
             raise RuntimeError("the device is gone")
 
-        running.engine.steps.run = failing  # type: ignore[method-assign]
+        running.engine.step_runner.run = failing  # type: ignore[method-assign]
         assert post(running).status_code == 500
         wait_for(lambda: running.http.get("/health").status_code == 503)
         health = running.http.get("/health").json()
@@ -199,21 +199,21 @@ def test_a_dead_engine_is_found_out_though_requests_never_cease() -> None:
                 thread.submit(Job([Prompt([4, 5])], [SamplingParams()]))
             raise RuntimeError("the device is gone")
 
-        running.engine.steps.run = failing  # type: ignore[method-assign]
+        running.engine.step_runner.run = failing  # type: ignore[method-assign]
         assert post(running).status_code == 500
         wait_for(lambda: running.http.get("/health").status_code == 503)
 
 
 def test_while_steps_fail_in_a_row_nothing_new_is_let_in_and_then_all_goes_on() -> None:
     with serving(lambda: make_engine(tokenizer=chat_tokenizer(), max_requests=1)) as running, ThreadPoolExecutor(6) as pool:
-        run, calls = running.engine.steps.run, iter(range(10**9))
+        run, calls = running.engine.step_runner.run, iter(range(10**9))
 
         def failing(*args: Any) -> Any:
             if next(calls) < 4:
                 raise RuntimeError("for a while")
             return run(*args)
 
-        running.engine.steps.run = failing  # type: ignore[method-assign]
+        running.engine.step_runner.run = failing  # type: ignore[method-assign]
         with held(running.engine):
             replies = [pool.submit(post, running, prompt=[4 + i, 5, 6]) for i in range(6)]
             wait_for(lambda: running.num_prompts == 6)

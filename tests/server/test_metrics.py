@@ -82,9 +82,9 @@ def test_snapshots_of_recurrent_state_and_what_was_computed_for_want_of_one() ->
         assert found["cached_prompt_tokens_total", ()] == 24, "the second one saw where they part, and kept the state for the third"
         assert found["stateless_prompt_tokens_total", ()] == 24
         assert found["state_snapshots", ()] == running.engine.kv.states.num_snapshots == 4  # where each ends, and where they part
-        assert running.engine.states is not None
-        assert found["state_snapshot_bytes", ()] == 4 * running.engine.states.slot_bytes
+        assert running.engine.state_pool is not None
+        assert found["state_snapshot_bytes", ()] == 4 * running.engine.state_pool.slot_bytes
         slots = [found["state_slots", (("state", state),)] for state in ("used", "cached", "free")]
-        assert slots == [0, 4, running.engine.states.num_slots - 5]
+        assert slots == [0, 4, running.engine.state_pool.num_slots - 5]
         assert found["memory_bytes", (("kind", "pages"),)] == running.engine.pool.nbytes
-        assert found["memory_bytes", (("kind", "states"),)] == running.engine.states.nbytes
+        assert found["memory_bytes", (("kind", "states"),)] == running.engine.state_pool.nbytes

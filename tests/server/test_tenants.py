@@ -96,7 +96,7 @@ def test_the_keys_take_turns_however_many_salts_one_has() -> None:
     numbers: dict[int, None] = {}  # of the requests in the order in which the engine ran them: one at a time
     make = functools.partial(make_engine, tokenizer=chat_tokenizer(), max_requests=1)
     with serving(make, api_keys=KEYS) as running, ThreadPoolExecutor(20) as pool:
-        engine, run = running.engine, running.engine.steps.run
+        engine, run = running.engine, running.engine.step_runner.run
 
         def noted(*args: Any) -> Any:
             numbers.update({request.prompt_token_ids[0] - 4: None for request in engine.last_scheduled})
@@ -105,7 +105,7 @@ def test_the_keys_take_turns_however_many_salts_one_has() -> None:
         def one(key: str, number: int) -> None:
             assert ask(running, key, [4 + number, 5], cache_salt=f"{key}{number}").status_code == 200
 
-        engine.steps.run = noted  # type: ignore[method-assign]
+        engine.step_runner.run = noted  # type: ignore[method-assign]
         with held(running.engine):
             posts = []
             for count, key in enumerate(keys := ["alice"] * 9 + ["bob"] * 3):

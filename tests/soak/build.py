@@ -69,9 +69,9 @@ class Faults:
         self.engine, self.rng, self.rate = engine, rng, rate
         self.injected = 0
         self._armed: str | None = None
-        self._prepare, self._run, self._choose = engine.steps.prepare, engine.steps.run, engine.sampler.choose
-        engine.steps.prepare = self._preparing  # type: ignore[method-assign]
-        engine.steps.run = self._running  # type: ignore[method-assign]
+        self._prepare, self._run, self._choose = engine.step_runner.prepare, engine.step_runner.run, engine.sampler.choose
+        engine.step_runner.prepare = self._preparing  # type: ignore[method-assign]
+        engine.step_runner.run = self._running  # type: ignore[method-assign]
         engine.sampler.choose = self._choosing  # type: ignore[method-assign]
 
     def arm(self) -> None:
@@ -81,7 +81,7 @@ class Faults:
         return False
 
     def remove(self) -> None:
-        self.engine.steps.prepare, self.engine.steps.run = self._prepare, self._run  # type: ignore[method-assign]
+        self.engine.step_runner.prepare, self.engine.step_runner.run = self._prepare, self._run  # type: ignore[method-assign]
         self.engine.sampler.choose = self._choose  # type: ignore[method-assign]
 
     def _preparing(self, *args: Any) -> Any:
@@ -128,5 +128,5 @@ def assert_closed(engine: Engine) -> None:
     assert engine.kv.tree is None or engine.kv.tree.num_pages == 0
     slots = engine.kv.states.allocator
     assert slots is None or not slots._held, f"slots {slots._held} are held after close()"
-    if (graphs := engine.steps.graphs) is not None:
+    if (graphs := engine.step_runner.graphs) is not None:
         assert not graphs.captured and not graphs.recorder.tapes, "graphs are left after close()"  # type: ignore[attr-defined]

@@ -85,7 +85,7 @@ def exchanges(book: Book, rng: random.Random, engine: Engine) -> list[dict[str, 
         if case.free or params.logits_processors or params.frequency_penalty or params.presence_penalty:
             continue
         exchange = exchange_of(case, rng)
-        if case.num_pages(engine.config.page_size) > engine.kv.longest:
+        if case.num_pages(engine.config.page_size) > engine.kv.max_request_pages:
             exchange |= {"status": 400, "choices": []}
         elif not case.nan and len(made) % 5 == 0:  # the same prompt several times over
             exchange["body"] |= {"n": 3} if params.is_greedy and rng.random() < 0.5 else {"prompt": [case.prompt] * 3}

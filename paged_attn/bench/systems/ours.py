@@ -59,7 +59,7 @@ class Ours(System):
         return {
             "versions": versions_of("paged_attn", "torch", "transformers"),
             "attention": engine.selection.describe(),
-            "graphs": [line.strip() for line in engine.steps.report().lines()],
+            "graphs": [line.strip() for line in engine.step_runner.report().lines()],
             "kv_pool_gib": engine.pool.nbytes / 2**30,
             "start_parts": {"load": self.load_seconds, **engine.start_seconds},
         }

@@ -101,7 +101,7 @@ def summary(llm: LLM, seconds: dict[str, float]) -> list[str]:
     lines = [f"  {name:<22} {value:8.2f} s" for name, value in {**seconds, "in all": sum(seconds.values())}.items()]
     lines += [f"  backend      {llm.engine.selection.describe()}"]
     lines += [f"  compiled     {compiled.describe()}"] if compiled is not None else []
-    return lines + llm.engine.steps.report().lines()
+    return lines + llm.engine.step_runner.report().lines()
 
 
 def _folder(kind: str) -> str:

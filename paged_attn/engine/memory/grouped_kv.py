@@ -1,6 +1,6 @@
-"""Pages of models with windows: what lies behind a layer's window is freed when memory is needed.
+"""Pages of models with windows: frames behind a layer's window are freed when memory is needed.
 
-Nothing is given back before that, so that the prefix cache can use it for as long as there is room.
+Nothing is freed before that, so the prefix cache can use it as long as there is room.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_UNCONFIRMED = 2  # tokens by which `num_cached` may be ahead of what the hos
 
 
 def num_page_ids(groups: Sequence[LayerGroup], num_frames: int) -> int:
-    """Ids of pages for a pool of so many frames, both with the reserved one."""
+    """Number of page ids for a pool of `num_frames` frames, each including the reserved one."""
     return num_frames if any(group.keeps.keeps_all for group in groups) else IDS_PER_FRAME * num_frames
 
 
@@ -43,14 +43,14 @@ class Kind:
 class GroupedKVManager(KVManager):
     """A KVManager whose pages have a frame in each group of layers.
 
-    A frame of a group that keeps a window is needed while a running request's next query may see its tokens, or those of a point from which
-    a request may start: the end of a node of the tree, or where a running request left the tree. When pages run out, first all other
-    such frames go; then cached prefixes, the least recently used first; then what is needed at such points alone. A prefix is found as
-    far as every group has what a query at its end sees.
+    A frame of a window group is needed while its tokens may be seen by the next query of a running request, or by a request that starts
+    at a likely point: the end of a node of the tree, or where a running request left the tree. When pages run out, all other frames of
+    window groups are freed first; then cached prefixes, the least recently used first; then frames needed only at likely points. A prefix
+    match ends where every group still has what the next query sees.
 
     Args:
-        num_frames: pages of the pool, the reserved one included.
-        step_tokens: of one step, at most.
+        num_frames: pages of the pool, including the reserved one.
+        step_tokens: the most tokens of a step.
     """
 
     frees_as_it_runs = True
@@ -83,11 +83,11 @@ class GroupedKVManager(KVManager):
 
     @property
     def num_available(self) -> int:
-        """At least so many: what `give_back` would find is not counted."""
+        """A lower bound: frames that `free_unneeded` would find are not counted."""
         return min(super().num_available, self.num_usable)
 
     @property
-    def longest(self) -> int:
+    def max_request_pages(self) -> int:
         low, high = 0, self.allocator.num_pages - 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -124,7 +124,7 @@ class GroupedKVManager(KVManager):
         return max(ends, default=0) * self.page_size
 
     def _can_start_after(self, pages: Sequence[int]) -> NDArray[np.bool_]:
-        """[len(pages) + 1] for each number of leading pages, whether every group has what a query after them sees."""
+        """[len(pages) + 1], for each number of leading pages, whether every group has what a query after them sees."""
         count = np.arange(len(pages) + 1)
         can_start = np.ones(len(pages) + 1, np.bool_)
         for kind in self._kinds:
@@ -134,7 +134,7 @@ class GroupedKVManager(KVManager):
         return can_start
 
     def can_go_on(self, request: Request) -> bool:
-        pages = np.array(request.pages, np.int64)  # also those that a step was to fill which did not happen
+        pages = np.array(request.pages, np.int64)  # including pages that a step which was rolled back should have filled
         for kind in self._kinds:
             needed = pages[kind.keeps.first(request.num_cached) // self.page_size :]
             if not self.frames[kind.groups[0], needed].all():
@@ -169,15 +169,15 @@ class GroupedKVManager(KVManager):
             return 0
         return max(sum(wanted) - self._obtainable_frames(), (more - ids) * len(self.groups))
 
-    def gain(self, requests: Sequence[Request]) -> int:
-        return super().gain(requests) * self._num_full + self._frames_in_windows() - self._frames_in_windows(without=requests)
+    def freed_by(self, requests: Sequence[Request]) -> int:
+        return super().freed_by(requests) * self._num_full + self._frames_in_windows() - self._frames_in_windows(without=requests)
 
     def _obtainable_frames(self) -> int:
-        """Frames that are free, and all that running requests do not need."""
+        """Free frames, and all frames that running requests do not need."""
         return self.allocator.num_frames - 1 - self.held_pages * self._num_full - self._frames_in_windows()
 
     def _frames_in_windows(self, without: Collection[Request] = ()) -> int:
-        """Frames that running requests need in groups that give back."""
+        """Frames that running requests need in window groups."""
         count = 0
         for kind in self._kinds:
             needed = self._needed(kind, to_start=False, without=without)
@@ -190,24 +190,25 @@ class GroupedKVManager(KVManager):
             return True
         if num_pages > allocator.num_free_ids + self.cached_pages or num_pages * len(self.groups) > self._obtainable_frames():
             return False
-        self.give_back()
+        self.free_unneeded()
         wanted = max(num_pages, allocator.num_usable // SLACK)
         while self.tree is not None and allocator.num_free < wanted and self.tree.evictable_pages:
             self.tree.evict(wanted - allocator.num_free)
         if num_pages > allocator.num_free:
-            self.give_back(to_start=False)
+            self.free_unneeded(to_start=False)
         return True
 
-    def give_back(self, *, to_start: bool = True) -> None:
-        """Unmap every frame that no running request needs, and, with `to_start`, none that may start."""
+    def free_unneeded(self, *, to_start: bool = True) -> None:
+        """Free every frame that no running request needs; with `to_start`, keep those needed at likely starts."""
         for kind in self._kinds:
             self.allocator.give_back(np.flatnonzero((self.frames[kind.groups[0]] > 0) & ~self._needed(kind, to_start)), kind.groups)
 
     def _needed(self, kind: Kind, to_start: bool, without: Collection[Request] = ()) -> NDArray[np.bool_]:
-        """[page ids] whether a query of a running request to come, or of one that starts from a likely point, may see it.
+        """[page ids], whether a later query of a running request sees the page.
 
         Args:
-            without: requests that count as if they did not run.
+            to_start: or a query of a request that starts at a likely point.
+            without: requests to ignore.
         """
         size, first = self.page_size, kind.keeps.first
         needed = np.zeros(self.allocator.num_pages, np.bool_)
@@ -227,7 +228,7 @@ class GroupedKVManager(KVManager):
 
 
 def _mark(needed: NDArray[np.bool_], node: RadixNode, count: int) -> None:
-    """The last `count` pages of the prefix that ends at a node."""
+    """Mark the last `count` pages of the prefix that ends at a node."""
     above: RadixNode | None = node
     while above is not None and count > 0:
         needed[above.pages[-count:]] = True
@@ -238,7 +239,7 @@ def _mark(needed: NDArray[np.bool_], node: RadixNode, count: int) -> None:
 def make_kv_manager(
     config: EngineConfig, groups: Sequence[LayerGroup], num_pages: int, slots: StateSlots, state_pool: StatePool | None, interval: int
 ) -> KVManager:
-    """What keeps the books of a pool; `groups` and `num_pages` are the pool's, the rest as in `KVManager`."""
+    """The KVManager of a pool with these groups and pages; the rest as in `KVManager`."""
     if not groups:
         return KVManager(num_pages, config.page_size, config.prefix_cache, slots, state_pool, interval)
     return GroupedKVManager(groups, num_pages, config.page_size, config.prefix_cache, config.step_tokens, slots, state_pool, interval)

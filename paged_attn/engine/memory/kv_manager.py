@@ -21,20 +21,20 @@ from paged_attn.engine.requests.request_rows import RequestRows
 class KVManager:
     """Owns the page allocator, the radix tree and, in `states`, the slots of recurrent state.
 
-    A request's first `num_locked` tokens are in pages of the tree, under its lock; its other pages are its own.
+    A request's first `num_locked` tokens are in pages of the tree, protected by its lock; it owns its other pages.
 
     Args:
         slots, state_pool: for the model's recurrent state, if any. Prefixes are then shared only if the cache may keep states.
         snapshot_interval: see `SnapshotPoints`.
-        allocator: of pages, if it is another than one of `num_pages`.
+        allocator: of pages; by default a `PageAllocator` of `num_pages`.
 
     Attributes:
         tree: None without a prefix cache.
-        version: grows when pages are released or shared. Until then who could not be admitted still cannot, unless this manager
-            `frees_as_it_runs`: what running requests hold becomes free as they go on.
+        version: incremented when pages are released or shared. While it is unchanged, a request that could not be admitted still cannot
+            be, except in a manager that `frees_as_it_runs`.
     """
 
-    frees_as_it_runs = False
+    frees_as_it_runs = False  # whether running requests release pages without ending
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class KVManager:
 
     @property
     def cached_pages(self) -> int:
-        """Pages that the prefix cache alone holds, those included of which groups of layers have given back their part."""
+        """Pages that only the prefix cache holds, including those whose frames some groups of layers have freed."""
         return 0 if self.tree is None else self.tree.evictable_pages
 
     @property
     def held_pages(self) -> int:
-        """Pages that requests hold, likewise."""
+        """Pages that requests hold, including those whose frames some groups of layers have freed."""
         return self.allocator.num_allocated - self.cached_pages
 
     @property
@@ -76,25 +76,26 @@ class KVManager:
         return self.allocator.num_usable
 
     @property
-    def longest(self) -> int:
-        """Pages that one request may come to."""
+    def max_request_pages(self) -> int:
+        """The most pages that one request can have."""
         return self.num_usable
 
     @property
     def frames(self) -> NDArray[np.int32] | None:
-        """[groups, pages] where the layers are in groups: see `GroupedAllocator`."""
+        """[groups, pages] if layers are in groups (see `GroupedAllocator`), else None."""
         return None
 
     def use_by_retention(self, frame_bytes: int) -> dict[str, tuple[int, int]]:
-        """By what groups of layers keep, in words: pages of the pool that requests and the prefix cache have, and their bytes."""
+        """For each kind of group, described by what it keeps: how many pages of the pool requests and the prefix cache use, and bytes."""
         return {}
 
     def shortfall(self, request: Request) -> int:
-        """How many pages a request that has adopted its prefix still lacks for all its tokens, in the unit of `gain`; 0 or less: none."""
+        """How many pages are missing to hold all tokens of a request that has adopted its prefix, in the unit of `freed_by`; 0 or less if
+        they fit."""
         return self.allocator.pages_for(len(request.tokens)) - request.num_pages - self.num_available
 
-    def gain(self, requests: Sequence[Request]) -> int:
-        """The least that `release` of all of them frees: their own pages, and tree pages that no other request has locked."""
+    def freed_by(self, requests: Sequence[Request]) -> int:
+        """How many pages releasing all of these requests frees at least: their own, and tree pages that no other request has locked."""
         locks = Counter[RadixNode]()
         for node in (request.lock for request in requests):
             while node is not None:
@@ -104,12 +105,12 @@ class KVManager:
         return own + sum(len(node.pages) for node, count in locks.items() if node.lock_count == count)
 
     def can_go_on(self, request: Request) -> bool:
-        """Whether a request still has what it needs if its last steps are rolled back."""
+        """Whether a request can continue after its last steps were rolled back, without being recomputed."""
         return self.states.can_go_on(request)
 
     def adopt_prefix(self, request: Request) -> None:
-        """Give a request without pages the longest cached prefix (with recurrent state: that has a snapshot); its last token is always
-        left to compute, and so is what logits are wanted of, which the cache does not have."""
+        """Give a request without pages the longest cached prefix (with recurrent state, the longest that has a snapshot). Its last token
+        is always left to compute, and so are tokens whose logits are wanted, because the cache holds no logits."""
         if self.tree is None:
             return
         match = self.tree.match(request.tokens[: request.num_reusable], request.prefix_key)
@@ -121,22 +122,22 @@ class KVManager:
         request.num_cached = request.num_locked = match.num_tokens
 
     def _usable(self, match: Match, request: Request) -> Match:
-        """The longest part of a match that a request can start from."""
+        """The longest part of a match from which a request can start."""
         return self.states.usable(match)
 
     def cached_tokens(self, request: Request) -> int:
-        """How many tokens `adopt_prefix` would find; changes nothing."""
+        """How many tokens `adopt_prefix` would find. Changes nothing."""
         if self.tree is None:
             return 0
         with_state = self.states.snapshots is not None
         return self.tree.num_cached(request.tokens, request.prefix_key, request.num_reusable, with_payload=with_state)
 
     def forget_prefixes(self) -> int:
-        """Remove everything from the prefix cache that no running request uses; returns how many pages that freed."""
+        """Remove everything from the prefix cache that no running request uses; returns how many pages were freed."""
         return 0 if self.tree is None else self.tree.clear()
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Make room for the first `num_tokens` tokens; False, with nothing changed, if there are not enough pages."""
+        """Allocate pages for the first `num_tokens` tokens; False, with nothing changed, if there are too few."""
         missing = self.allocator.pages_for(num_tokens) - request.num_pages
         if missing > 0:
             if not self._make_room(missing):
@@ -145,7 +146,7 @@ class KVManager:
         return True
 
     def _make_room(self, num_pages: int) -> bool:
-        """Make this many pages free; False, with nothing changed, if that is impossible."""
+        """Evict cached prefixes until this many pages are free; False, with nothing changed, if that is impossible."""
         if num_pages > self.num_available:
             return False
         if self.tree is not None and num_pages > self.allocator.num_free:
@@ -160,8 +161,8 @@ class KVManager:
         return True
 
     def share(self, request: Request) -> None:
-        """Put the request's full pages, as far as a token has validated them, into the tree, and the states that it kept; where the tree
-        has the same prefix already, its page replaces ours."""
+        """Put the request's full pages that a token has validated, and its snapshots, into the tree. Where the tree already has the same
+        prefix, its page replaces the request's."""
         self._share_pages(request)
         self.states.share(request)
 
@@ -181,11 +182,11 @@ class KVManager:
             self._free_duplicate(mine, trees)
 
     def _free_duplicate(self, page: int, kept: int) -> None:
-        """Free a request's page that holds what `kept` does."""
+        """Free a request's page that holds the same tokens as `kept`."""
         self.allocator.free([page])
 
     def release(self, request: Request, *, share: bool) -> None:
-        """Take all pages and slots from a request; with `share` its validated full pages stay in the tree for others. Safe to call
+        """Take all pages and slots from a request; with `share`, its validated full pages stay in the tree for others. Safe to call
         twice."""
         if request.num_pages or request.state_slot:
             self.version += 1

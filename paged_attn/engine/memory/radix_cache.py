@@ -1,12 +1,12 @@
 """Prefix sharing: a radix tree from token ids to the KV pages that hold them.
 
-After SGLang's RadixAttention (arXiv:2312.07104), with whole pages as the unit of sharing. A request uses it as:
+Follows SGLang's RadixAttention (arXiv:2312.07104), with whole pages as the unit of sharing. A request uses it like this:
 
     match -> lock(match.node) -> allocate the rest -> run -> extend(match.node) -> free duplicates -> unlock
 
-or `insert` where nothing was matched.
+or `insert` if nothing was matched.
 
-Lock a match before anything that may evict: until then its pages can be freed under it.
+Lock a match before doing anything that may evict: until then its pages can be freed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Match(NamedTuple):
 
 
 class Duplicate(NamedTuple):
-    """The page at this position of the prefix was cached already, in another page than the caller's."""
+    """At this position of the prefix the tree already had a page, not the caller's."""
 
     position: int
     callers_page: int
@@ -50,7 +50,7 @@ class RadixCache:
 
     Args:
         allocator: owns the pages; evicted ones are returned to it. Gives the page size.
-        rank: rank of an unlocked leaf; the lowest goes first, by default the least recently matched or inserted. It is evaluated again
+        rank: rank of an unlocked leaf; the lowest is evicted first, by default the least recently matched or inserted one. It is evaluated
             whenever the node is used, unlocked, split or becomes a leaf, and may depend on the node, but not on time or on other nodes.
         on_payload_removed: called with each payload that leaves the tree: detached, replaced, or removed with its node.
     """
@@ -90,8 +90,8 @@ class RadixCache:
         """Finds the longest cached page-aligned prefix of `tokens`, and marks it as just used.
 
         Args:
-            tokens: token ids, as a list, tuple or array.array (of a tensor: its .tolist()).
-            namespace: only what was inserted under an equal namespace is found.
+            tokens: token ids, as a list, tuple or array.array (for a tensor, pass its .tolist()).
+            namespace: only prefixes inserted under an equal namespace are found.
 
         Raises:
             TypeError: `tokens` is not a sequence.
@@ -100,7 +100,7 @@ class RadixCache:
         return Match(tuple(pages), len(pages) * self.page_size, node)
 
     def num_cached(self, tokens: list[int], namespace: Hashable = None, limit: int | None = None, *, with_payload: bool = False) -> int:
-        """How many of the first `limit` tokens `match` would find, or `cut_to_payload` would leave of it; marks nothing as used."""
+        """How many of the first `limit` tokens `match` (or with `with_payload`, `cut_to_payload`) would find; marks nothing as used."""
         position = found = 0
         for node, shared in self._path(tokens, namespace, len(tokens) if limit is None else limit):
             position += shared * self.page_size
@@ -109,7 +109,8 @@ class RadixCache:
         return found
 
     def peek(self, tokens: list[int], namespace: Hashable = None, limit: int | None = None) -> tuple[list[int], list[int]]:
-        """The pages that `match` would find for the first `limit` tokens, and after how many of them a payload lies; marks nothing."""
+        """The pages that `match` would find for the first `limit` tokens, and after how many pages there are payloads; marks nothing as
+        used."""
         pages: list[int] = []
         payloads = []
         for node, shared in self._path(tokens, namespace, len(tokens) if limit is None else limit):
@@ -119,7 +120,7 @@ class RadixCache:
         return pages, payloads
 
     def _path(self, tokens: list[int], namespace: Hashable, limit: int) -> Iterator[tuple[RadixNode, int]]:
-        """Down from the root, nodes that the first `limit` tokens go through, and how many pages of each."""
+        """The nodes on the path of the first `limit` tokens, from the root down, and how many pages of each are on it."""
         node, position = self._roots.get(namespace), 0
         while node is not None and position + self.page_size <= limit:
             node = node.children.get(tuple(tokens[position : position + self.page_size]))
@@ -132,7 +133,7 @@ class RadixCache:
                 return
 
     def nodes(self) -> Iterator[tuple[RadixNode, int]]:
-        """All nodes but the roots, in no order, and after how many pages of a prefix each ends."""
+        """All nodes except roots, in no particular order, each with the length in pages of the prefix that ends there."""
         stack = [(root, 0) for root in self._roots.values()]
         while stack:
             node, end = stack.pop()
@@ -143,27 +144,27 @@ class RadixCache:
     def insert(self, tokens: Sequence[int], pages: Sequence[int], namespace: Hashable = None) -> Inserted:
         """Caches the whole pages of `tokens`; a partial last page is ignored.
 
-        The tree takes ownership of the pages that it did not have. Where it holds the prefix already, its page stays,
-        and the caller keeps its own: those positions are returned as duplicates, to be freed by the caller.
+        The tree takes ownership of new pages. Where it already holds the prefix, it keeps its own page: such positions are returned as
+        duplicates, whose pages the caller must free.
 
         Args:
             tokens: token ids; the leading len(tokens) // page_size pages are considered.
             pages: the pages that hold them, allocated from this cache's allocator; surplus pages are ignored.
-            namespace: where to file them.
+            namespace: the namespace to insert into.
 
         Raises:
             TypeError: `tokens` is not a sequence.
             ValueError: too few pages, a repeated page, or a page that is not allocated or that the tree holds for
-                another prefix. Nothing is inserted then.
+                another prefix. Nothing is inserted in that case.
         """
         return self.extend(self._root(namespace), tokens, pages)
 
     def extend(self, node: RadixNode, tokens: Sequence[int], pages: Sequence[int]) -> Inserted:
-        """`insert` of what goes on from the prefix that ends at a node, as `match` or `insert` handed it out: in time of these tokens,
-        however long that prefix is. Positions of duplicates count from its end.
+        """`insert` for a continuation of the prefix that ends at a node returned by `match` or `insert`. The time it takes depends only on
+        the new tokens, not on the length of that prefix. Positions of duplicates count from its end.
 
         Raises:
-            ValueError: also if the node was evicted since.
+            ValueError: as for `insert`, or the node has been evicted.
         """
         if node.is_evicted:
             raise ValueError(f"cannot extend {node}: its pages were freed; lock right after match or insert, before evict")
@@ -195,12 +196,12 @@ class RadixCache:
         return Inserted(node, duplicates)
 
     def lock(self, node: RadixNode) -> None:
-        """Keeps `node` and everything above it from being evicted, until as many calls of `unlock`.
+        """Keeps `node` and everything above it from being evicted until `unlock` has been called as many times.
 
         Locking the node of an empty match is allowed and protects nothing.
 
         Raises:
-            ValueError: the node was evicted since it was handed out.
+            ValueError: the node has been evicted since it was returned.
         """
         if node.is_evicted:
             raise ValueError(f"cannot lock {node}: its pages were freed; lock right after match or insert, before evict")
@@ -208,10 +209,10 @@ class RadixCache:
         self._add_locks(node, 1)
 
     def unlock(self, node: RadixNode) -> None:
-        """Takes back one `lock` of this very node.
+        """Undoes one `lock` of this node.
 
         Raises:
-            ValueError: the node holds no lock of its own (locks on nodes below it do not count).
+            ValueError: the node itself is not locked (locks on nodes below it do not count).
         """
         if node.own_locks == 0:
             raise ValueError(f"cannot unlock {node}: nobody holds a lock on it; unlock each locked node exactly once")
@@ -219,10 +220,10 @@ class RadixCache:
         self._add_locks(node, -1)
 
     def attach(self, node: RadixNode, payload: Any) -> None:
-        """Lets `node` carry something besides its pages, in place of what it carried.
+        """Sets the payload of `node`, replacing the one it had.
 
         Raises:
-            ValueError: no prefix ends at the node (the root, or evicted), or the payload is None.
+            ValueError: no prefix ends at the node (it is a root or was evicted), or the payload is None.
         """
         if node.parent is None or payload is None:
             raise ValueError(f"cannot attach {payload!r} to {node}; match or insert at least a page, and give a payload other than None")
@@ -230,13 +231,13 @@ class RadixCache:
         node.payload = payload
 
     def detach(self, node: RadixNode) -> None:
-        """Takes the payload off `node`, if it has one."""
+        """Removes the payload of `node`, if it has one."""
         payload, node.payload = node.payload, None
         if payload is not None and self._on_payload_removed is not None:
             self._on_payload_removed(payload)
 
     def cut_to_payload(self, match: Match) -> Match:
-        """The longest part of a match that ends at a node with a payload; without one the empty match."""
+        """The longest part of a match that ends at a node with a payload, or the empty match."""
         node, count = match.node, len(match.pages)
         while node.payload is None and node.parent is not None:
             count -= len(node.pages)
@@ -244,10 +245,10 @@ class RadixCache:
         return Match(match.pages[:count], count * self.page_size, node)
 
     def evict(self, num_pages: int) -> int:
-        """Frees `num_pages` unlocked pages into the allocator, from the ends of the lowest-ranked leaves.
+        """Returns `num_pages` unlocked pages to the allocator, taken from the ends of the lowest-ranked leaves.
 
         Returns:
-            How many pages were freed; fewer than asked for when nothing more is evictable.
+            How many pages were freed; fewer than requested if nothing more can be evicted.
 
         Raises:
             ValueError: `num_pages` is negative.
@@ -282,12 +283,12 @@ class RadixCache:
         return list(tokens[: len(tokens) // self.page_size * self.page_size])
 
     def _root(self, namespace: Hashable) -> RadixNode:
-        """The top of a namespace. It is registered by the first insert only, so that lookups leave nothing behind."""
+        """The root of a namespace. Only the first insert registers it, so lookups leave nothing behind."""
         root = self._roots.get(namespace)
         return RadixNode(namespace, [], [], None) if root is None else root
 
     def _walk(self, node: RadixNode, tokens: list[int]) -> tuple[RadixNode, list[int]]:
-        """Follows `tokens` down from a node, splits the edge in which they diverge, and marks the whole path as used."""
+        """Follows `tokens` down from a node, splits the edge where they diverge, and marks the whole path as used."""
         self._tick += 1
         above: RadixNode | None = node
         while above is not None:
@@ -346,7 +347,7 @@ class RadixCache:
         self._rank_anew(parent)
 
     def _rank_anew(self, node: RadixNode) -> None:
-        """To be called after every change of a node."""
+        """Must be called after every change of a node."""
         if node.is_evictable:
             self._queue.put(node, self._rank(node))
         else:

@@ -70,15 +70,23 @@ class Pooler:
             return PoolingParams(self.head.pooling)
         return PoolingParams(pooling or self.defaults.pooling or ("last" if is_causal else "mean"))
 
-    def check(self, ids: Sequence[int], pooling: PoolingKind) -> None:
-        """Raises ValueError for padding where the model would not count it: its own answer would be that of another text."""
+    def check(self, ids: Sequence[int], params: object) -> None:
+        """Refuse a request that cannot be embedded or classified.
+
+        Raises:
+            UnsupportedError: params of a request that generates.
+            ValueError: padding that the model would not count: it would take the text for another one.
+        """
+        if not isinstance(params, PoolingParams):
+            does = "embeds texts (llm.embed)" if self.head is None else "classifies texts (llm.classify)"
+            raise UnsupportedError(f"this engine of {self.body.name} {does} and continues none; see the task of LLM")
         if self.body.padding_id is not None and self.body.padding_id in ids:
             raise ValueError(
                 f"the text holds the padding token {self.body.padding_id}, which {self.body.name} does not count when it numbers tokens; "
                 "leave padding out: texts of any lengths go together"
             )
         padding = None if self.head is None else self.head.padding_id
-        if padding is not None and pooling == "last" and len(ids) and ids[-1] == padding:
+        if padding is not None and params.pooling == "last" and len(ids) and ids[-1] == padding:
             raise ValueError(
                 f"the text ends with the padding token {padding}, and {self.body.name} classifies by the token before it; leave padding "
                 "out: texts of any lengths go together"

@@ -20,7 +20,7 @@ NO_SCORES = NO_BORDER = 1 << 62  # past any token
 
 
 class _InRow:
-    """An integer attribute of a request that lies in its row of `RequestRows`, in the column of the same name."""
+    """An integer attribute of a request, stored in its row of `RequestRows` in the column of the same name."""
 
     def __set_name__(self, owner: type[Request], name: str) -> None:
         self._name = name
@@ -38,42 +38,42 @@ class Request:
     """Tokens, pages and sampling state of one request.
 
     Attributes:
-        tokens: prompt and generated ids, as far as the host knows them. A request that is only scored has no use for the last one's KV:
-            they are those before it, unless the request needs other keys for it.
-        num_tokens: those included that were chosen on the device and have not come to the host yet.
-        max_new_tokens: of the params, cut to the model's positions; fixed once it runs.
-        num_prompt, token_limit: what `num_tokens` begins with, and what it may come to (set when the request starts to run).
-        priority: the lower, the more urgent.
-        namespace: whose cached prefixes it shares; tenant: with whom it takes turns.
-        num_cached: tokens whose KV is in its pages, those of launched steps included.
-        num_pages: pages that it has: enough for `num_cached` tokens, and maybe more.
-        skips_host_work: 1 if a token is only one more token while it goes on: no text to decode at once, no log-probability, no
-            state.
-        is_argmax_only: 1 if `sampling` is.
-        scores_from: the first of `tokens` whose logits are still wanted to score the one after it, or whose hidden state is wanted to the
-            end; NO_SCORES if none is.
-        adapter: 1 more than the slot of its adapter; 0 if it has none. `lora` is its name.
-        future_row: where the device has the last chosen token (see `FutureTokens`).
-        produced_by: the number of the step that chose it; 0 before there is one.
-        length_border: how many tokens it may have before what it has cached is of no use (see `Runner.length_borders`).
-        length_borders: those of the model.
-        rows, row: where its numbers and pages lie.
-        num_locked: tokens of `pages` that the prefix cache owns and `lock` protects.
-        state_slot: of its recurrent state while it runs, 0 if it has none.
-        num_validated: what `num_cached` was when the last known token was sampled: logits were finite, so KV and state up to
-            there are sound.
+        tokens: prompt and generated ids that the host knows. A request that is only scored does not need the KV of its last token: then
+            that token is left out, unless other keys are needed for it.
+        num_tokens: all tokens, including those chosen on the device that have not arrived on the host.
+        max_new_tokens: from the params, limited by the model's positions; fixed once the request runs.
+        num_prompt, token_limit: the initial and the largest possible `num_tokens` (the limit is set when the request starts to run).
+        priority: lower values are more urgent.
+        namespace: requests share cached prefixes only within one; tenant: tenants take turns.
+        num_cached: tokens whose KV is in its pages, including those of launched steps.
+        num_pages: its pages: enough for `num_cached` tokens, possibly more.
+        skips_host_work: 1 if a token before the last one only needs to be appended: no text to decode at once, no log-probability and no
+            sampling state to update.
+        is_argmax_only: 1 if `sampling.is_argmax_only`.
+        scores_from: index of the first of `tokens` whose logits (to score the next token) or hidden state (to pool) are still needed;
+            NO_SCORES if none are.
+        adapter: the slot of its adapter plus 1; 0 if it has none. `lora` is the adapter's name.
+        future_row: row of its last chosen token on the device (see `FutureTokens`).
+        produced_by: number of the step that chose that token; 0 before there is one.
+        length_border: the most tokens it may have before its cached keys become invalid (see `Runner.length_borders`).
+        length_borders: the model's.
+        rows, row: where its numbers and pages are stored.
+        num_locked: leading tokens whose pages the prefix cache owns and `lock` protects.
+        state_slot: slot of its recurrent state while it runs; 0 if it has none.
+        num_validated: what `num_cached` was when the last known token was sampled. Its logits were finite, so KV and state up to there are
+            valid.
         snapshot_points: numbers of tokens, ascending, after which its state will be kept.
-        spare_points: those of them, past ones included, that nobody has asked for.
+        spare_points: snapshot points, including past ones, that are only regular ones, which no other request needs.
         snapshots: states kept at such points and not shared yet: number of tokens -> slot.
-        taken_slots: for states at such points of a step that is not launched yet, likewise.
+        taken_slots: slots for the snapshot points of a step that is not launched yet: number of tokens -> slot.
         cached_tokens: prompt tokens that came from the prefix cache at admission.
-        tokens_without_state: those that the prefix cache has besides, of no use as no recurrent state is kept there.
-        logprobs: its new tokens with their log-probabilities, if the params ask for these.
-        scored: likewise its prompt's tokens from `first_scored` on, as far as their scores have come.
-        began_at: when it was first let in, by `time.perf_counter`.
-        index, answer: which prompt of the call it is for, and which of the answers to it.
-        pooled: what has come of its hidden states, if it is embedded and not continued.
-        token_text: of one token, for its log-probability.
+        tokens_without_state: further tokens in the prefix cache, which could not be used for lack of a recurrent state.
+        logprobs: its new tokens with their log-probabilities, if requested.
+        scored: its prompt's tokens from `first_scored` on with their log-probabilities, as far as they have arrived.
+        began_at: when it was first admitted, by `time.perf_counter`.
+        index, answer: index of its prompt in the call, and which of the answers to that prompt it is.
+        pooled: the hidden states pooled so far, if it is embedded.
+        token_text: gives the text of one token, for its log-probability.
     """
 
     id: str
@@ -132,40 +132,40 @@ class Request:
         self.is_argmax_only = int(self.sampling.is_argmax_only)
         self.scores_from = NO_SCORES
         if self.pooled is not None and self.pooled.params.pooling != "last":
-            self.scores_from = 0  # rows before the last one are needed, which the prefix cache does not have
+            self.scores_from = 0  # all rows are needed, and the prefix cache has none
         else:
             self.add_scores(())
-        self.take_length()
+        self.set_length_border()
 
-    def take_length(self) -> None:
-        """What it has cached from now on is for as many tokens as it has; before there is anything."""
+    def set_length_border(self) -> None:
+        """Choose the border for its current length. Call it while nothing is cached."""
         self.length_border = next((border for border in self.length_borders if self.num_tokens <= border), NO_BORDER)
 
     @property
     def prefix_key(self) -> Hashable:
-        """Whose cached prefixes it shares: of its namespace, and of requests to the same border."""
+        """Requests with equal keys share cached prefixes: the namespace, and the length border if the model has any."""
         return (self.namespace, self.length_border) if self.length_borders else self.namespace
 
     def move_to(self, rows: RequestRows) -> None:
-        """Keep numbers and pages in a row of another place from now on."""
+        """Move its numbers and pages to a row of `rows`."""
         self.row = rows.take_from(self.rows, self.row)
         self.rows = rows
-        self.token_limit = self.num_prompt + max(self.max_new_tokens, 1)  # one that is only scored drops what it samples
+        self.token_limit = self.num_prompt + max(self.max_new_tokens, 1)  # a request that is only scored drops the token it samples
 
     def drop_pending_token(self) -> None:
-        """A token that a step was to give does not count: the step failed, gave none, or the request ended before it came."""
+        """Stop counting a token that will not arrive: the step failed or gave none, or the request ended before."""
         self.num_tokens -= 1
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """Pages that hold its KV in order; `add_pages`, `replace_page` and `clear_pages` change them."""
+        """The pages of its KV in order; `add_pages`, `replace_page` and `clear_pages` change them."""
         return tuple(self.rows.pages[self.row, : self.num_pages].tolist())
 
     def add_pages(self, pages: Sequence[int]) -> None:
         self.rows.add_pages(self.row, pages)
 
     def replace_page(self, position: int, page: int) -> None:
-        """`pages[position]` becomes `page`."""
+        """Set `pages[position]`."""
         assert position < self.num_pages
         self.rows.pages[self.row, position] = page
 
@@ -173,7 +173,7 @@ class Request:
         self.rows.clear_pages(self.row)
 
     def pooled_row(self) -> Tensor:
-        """[W] float32 of a request that was embedded and has ended.
+        """The row [W] float32 of a request that was embedded and has ended.
 
         Raises:
             ValueError: the model gave NaN or infinite hidden states.
@@ -189,7 +189,7 @@ class Request:
 
     @property
     def first_scored(self) -> int:
-        """The first token of the prompt that is scored: not the very first, which has none before it."""
+        """The first token of the prompt that is scored; never token 0, which no token precedes."""
         return max(self.params.prompt_logprobs_start, 1)
 
     @property
@@ -198,11 +198,11 @@ class Request:
 
     @property
     def num_reusable(self) -> int:
-        """How many leading tokens may come from the prefix cache: not the last one, nor any whose logits are wanted."""
+        """How many leading tokens may come from the prefix cache: not the last one, and none whose logits are wanted."""
         return min(len(self.tokens) - 1, self.scores_from)
 
     def add_scores(self, scored: Sequence[SampledToken]) -> None:
-        """Take in the next ones of the prompt."""
+        """Append scores of the next tokens of the prompt."""
         self.scored += scored
         following = self.first_scored + len(self.scored)
         wanted = self.params.prompt_logprobs is not None and following < len(self.prompt_token_ids)
@@ -210,7 +210,7 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that were chosen on the device and have not come to the host yet; `tokens` lacks them."""
+        """Tokens chosen on the device that have not arrived on the host; they are not in `tokens`."""
         return self.num_tokens - len(self.tokens)
 
     @property
@@ -228,7 +228,7 @@ class Request:
         return self.tokens[len(self.prompt_token_ids) :]
 
     def completion(self) -> Completion:
-        """What came out, once it has ended."""
+        """The result of a request that has ended."""
         logprobs = None if self.params.logprobs is None else [self._as_dict(token) for token in self.logprobs]
         prompt_logprobs = None
         if self.params.prompt_logprobs is not None:

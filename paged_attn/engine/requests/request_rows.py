@@ -1,4 +1,4 @@
-"""What every step reads of all requests: one row of integers and one row of pages per request."""
+"""The numbers and pages of all requests that every step reads: one row of integers and one row of pages per request."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 
 class RequestRows:
-    """Columns [rows] int64 and pages [rows, width] int32, zeros past a row's `num_pages`; a row that nobody has is all zeros.
+    """Columns [rows] int64 and pages [rows, width] int32, zeros past a row's `num_pages`; unused rows are all zeros.
 
-    There is no second copy to keep in step: `Request` reads and writes its attributes of these names here.
+    This is the only copy: `Request` reads and writes its attributes of these names here.
     """
 
     num_cached: NDArray[np.int64]
@@ -37,11 +37,11 @@ class RequestRows:
         self._free = list(range(rows - 1, -1, -1))
 
     def take(self) -> int:
-        """A row for somebody."""
+        """Take a free row."""
         return self._free.pop()
 
     def take_from(self, other: RequestRows, row: int) -> int:
-        """A row that holds what another place's row does, which is nobody's from now on."""
+        """Take a free row, move a row of `other` into it, and free that one."""
         mine = self.take()
         pages = other.pages[row, : other.num_pages[row]].tolist()
         self._numbers[:, mine] = other._numbers[:, row]
@@ -60,7 +60,7 @@ class RequestRows:
         self.num_pages[row] = start + len(pages)
 
     def add_page_each(self, rows: NDArray[np.int64], pages: Sequence[int]) -> None:
-        """Append one page to each of some rows, all different."""
+        """Append one page to each of these distinct rows."""
         ends = self.num_pages[rows]
         self._widen(ends.max(initial=0) + 1)
         self.pages[rows, ends] = pages

@@ -1,4 +1,4 @@
-"""What a step reports about its requests."""
+"""The events of a step."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from paged_attn.engine.requests.outputs import TokenEvent
 
 
 class TokenEvents(Sequence[TokenEvent]):
-    """Events in order, equal to a list of the same; a sum with others is a list. An event of a token and nothing else is made when somebody
-    reads: to make hundreds takes longer than all else that is done with a step's tokens, and who waits for whole texts reads none.
+    """Events in order, equal to a list of the same events; adding other events gives a list. The event of a plain token is created when it
+    is read: creating hundreds takes longer than everything else done with a step's tokens, and callers that wait for whole texts read none.
 
     Attributes:
-        append: takes an event, or a request's id and its token for `TokenEvent(id, token, "")`.
+        append: appends an event, or for `TokenEvent(id, token, "")` the pair (id, token).
     """
 
     __hash__ = None  # type: ignore[assignment]  # it grows
 
     def __init__(self) -> None:
-        self._made: list[TokenEvent] = []  # the first ones, which stay the same objects from now on
-        self._told: list[TokenEvent | tuple[str, int]] = []
-        self.append: Callable[[TokenEvent | tuple[str, int]], None] = self._told.append
+        self._created: list[TokenEvent] = []  # the first ones, which stay the same objects from now on
+        self._appended: list[TokenEvent | tuple[str, int]] = []
+        self.append: Callable[[TokenEvent | tuple[str, int]], None] = self._appended.append
 
     def without(self, request_id: str) -> TokenEvents:
         """The events of the other requests."""
@@ -33,7 +33,7 @@ class TokenEvents(Sequence[TokenEvent]):
         return others
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._appended)
 
     def __iter__(self) -> Iterator[TokenEvent]:
         return iter(self._all())
@@ -60,6 +60,6 @@ class TokenEvents(Sequence[TokenEvent]):
         return repr(self._all())
 
     def _all(self) -> list[TokenEvent]:
-        new = islice(self._told, len(self._made), None)
-        self._made += [each if isinstance(each, TokenEvent) else TokenEvent(*each, "") for each in new]
-        return self._made
+        new = islice(self._appended, len(self._created), None)
+        self._created += [each if isinstance(each, TokenEvent) else TokenEvent(*each, "") for each in new]
+        return self._created

@@ -12,7 +12,7 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
 
 
-class NotNext(NamedTuple):
+class ForbiddenNext(NamedTuple):
     """What may not come next: tokens; and pairs (before, token) of a token that may not come if the one that is under way is `before`."""
 
     tokens: list[int]
@@ -67,15 +67,15 @@ class Forbidden:
         """Whether anything may be forbidden after so many new tokens."""
         return self.words is not None or num_chosen < self.min_tokens
 
-    def next(self, tokens: Sequence[int], num_chosen: int, num_pending: int) -> NotNext:
+    def next(self, tokens: Sequence[int], num_chosen: int, num_pending: int) -> ForbiddenNext:
         """After the known tokens, prompt included, of which `num_chosen` are new with those `num_pending` (one at most)."""
         ends = list(self.end) if num_chosen < self.min_tokens else []
         if self.words is None:
-            return NotNext(ends, [])
+            return ForbiddenNext(ends, [])
         assert 0 <= num_pending <= 1, f"{num_pending} tokens are under way"
         if num_pending:
-            return NotNext([*ends, *self.words.single], self.words.next_but_one(tokens))
-        return NotNext([*ends, *self.words.next(tokens)], [])
+            return ForbiddenNext([*ends, *self.words.single], self.words.next_but_one(tokens))
+        return ForbiddenNext([*ends, *self.words.next(tokens)], [])
 
 
 def bad_words(words: Iterable[str | Sequence[int]], tokenizer: Any) -> BadWords:
@@ -96,7 +96,7 @@ def bad_words(words: Iterable[str | Sequence[int]], tokenizer: Any) -> BadWords:
     return BadWords(filter(None, sequences))
 
 
-def forbid(scores: Tensor, rows: Mapping[int, NotNext], last: Tensor | None, last_rows: Mapping[int, int]) -> None:
+def forbid(scores: Tensor, rows: Mapping[int, ForbiddenNext], last: Tensor | None, last_rows: Mapping[int, int]) -> None:
     """scores [N, V] float32, in place: -inf for what may not come next in some rows. Nothing waits for the device.
 
     Args:

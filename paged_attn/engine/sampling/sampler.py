@@ -61,7 +61,7 @@ class Sampler:
         tokens = greedy_sample(logits) if greedy_tokens is None else greedy_tokens
         changed = [row for row, state in states.items() if not state.is_greedy_only]
         if changed:
-            tokens = self._choose_changed(logits, tokens, changed, states)
+            tokens = self._choose_non_greedy(logits, tokens, changed, states)
         wanted = {row: count for row, state in states.items() if (count := state.params.logprobs) is not None}
         logprobs = None
         if wanted:
@@ -76,7 +76,7 @@ class Sampler:
         if self._counts is not None:
             self._counts.forget(state)
 
-    def _choose_changed(self, logits: Tensor, best: Tensor, rows: Sequence[int], all_states: Mapping[int, SamplingState]) -> Tensor:
+    def _choose_non_greedy(self, logits: Tensor, best: Tensor, rows: Sequence[int], all_states: Mapping[int, SamplingState]) -> Tensor:
         """`best` [N] with the tokens of some rows replaced."""
         rows = sorted(rows, key=lambda row: _kind(all_states[row]))  # stable: greedy, drawn, drawn from the likely ones
         states = [all_states[row] for row in rows]
@@ -88,7 +88,7 @@ class Sampler:
         settings = RowSettings.of(rows, states, counting, count_rows, edited, logits)
         source, most_likely = logits, best
         if edited:
-            source = self._edited(logits, states, settings)
+            source = self._edit(logits, states, settings)
             most_likely = greedy_sample(source)
         chosen = most_likely if edited else best.index_select(0, settings.rows)
         greedy = len(states) - len(settings.drawn.rows)
@@ -105,7 +105,7 @@ class Sampler:
             chosen = torch.where(chosen < 0, NONE_LEFT, chosen)
         return best.index_copy(0, settings.rows, torch.where(finite, chosen, BAD_LOGITS))
 
-    def _edited(self, logits: Tensor, states: Sequence[SamplingState], settings: RowSettings) -> Tensor:
+    def _edit(self, logits: Tensor, states: Sequence[SamplingState], settings: RowSettings) -> Tensor:
         """Scores [L, V] float32 of the rows with these states."""
         scores = logits.index_select(0, settings.rows).float()
         add_biases(scores, [state.params.biases for state in states])
@@ -114,8 +114,8 @@ class Sampler:
             some = scores.index_select(0, settings.counting)
             counts = self._counts.counts.index_select(0, settings.count_rows)
             scores.index_copy_(0, settings.counting, penalised(some, counts, *settings.penalties))
-        if not_next := {number: found for number, state in enumerate(states) if (found := state.not_next) is not None}:
-            forbid(scores, not_next, self._last, {number: self._last_rows.get(states[number], -1) for number in not_next})
+        if forbidden_next := {number: found for number, state in enumerate(states) if (found := state.forbidden_next) is not None}:
+            forbid(scores, forbidden_next, self._last, {number: self._last_rows.get(states[number], -1) for number in forbidden_next})
         if allowed := {number: ids for number, state in enumerate(states) if (ids := state.allowed) is not None}:
             allow_only(scores, allowed)
         for number, state in enumerate(states):

@@ -11,7 +11,7 @@ import numpy as np
 from paged_attn.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from paged_attn.engine.sampling.forbidden import Forbidden, NotNext
+    from paged_attn.engine.sampling.forbidden import Forbidden, ForbiddenNext
     from paged_attn.engine.sampling.structured.guides import Guide
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -56,7 +56,7 @@ class SamplingState:
         return self._always_edits or (self.forbidden is not None and self.forbidden.holds(self.num_chosen))
 
     @property
-    def not_next(self) -> NotNext | None:
+    def forbidden_next(self) -> ForbiddenNext | None:
         """What `forbidden` says of the next token, if there is anything."""
         if self.forbidden is None or not self.forbidden.holds(self.num_chosen):
             return None

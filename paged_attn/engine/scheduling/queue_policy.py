@@ -12,18 +12,18 @@ from paged_attn.engine.requests.request import Request
 
 
 class QueuePolicy(Protocol):
-    """Requests that wait for each other. What is `next` stays so until the queue or the prefix cache changes."""
+    """A queue of waiting requests. `next` gives the same request until the queue or the prefix cache changes."""
 
     def __len__(self) -> int: ...
 
     def push(self, request: Request) -> None:
-        """Add a request, in the order of arrivals."""
+        """Add a request; called in order of arrival."""
 
     def next(self) -> Request:
-        """Whose turn it is, in a queue that is not empty."""
+        """The request whose turn it is; the queue is not empty."""
 
     def remove(self, request: Request, had_turn: bool = False) -> None:
-        """Forget a request: the one that `next` gave, which had its turn, or one that left otherwise."""
+        """Remove a request; `had_turn`: it is the one that `next` gave and was admitted or set aside."""
 
 
 class ArrivalOrder(RankedQueue[Request]):
@@ -42,10 +42,10 @@ class ArrivalOrder(RankedQueue[Request]):
 
 
 class LongestPrefixFirst:
-    """Longest cached prefix first, among the `WINDOW` that came first; who came first of all is passed over `PATIENCE` times at most.
+    """The longest cached prefix first, among the `WINDOW` oldest requests; the oldest of all is passed over at most `PATIENCE` times.
 
-    So the request at position k of the queue has its turn after (PATIENCE + 1) * (k + 1) turns at most. `next` looks up `LOOKUPS` prefixes
-    at most, and none if pages did not change hands since the last time; for the others of the window it goes by what it knew.
+    So the request at position k of the queue has its turn after at most (PATIENCE + 1) * (k + 1) turns. `next` looks up at most `LOOKUPS`
+    prefixes, and none if no pages were released or shared since the last time; for the rest of the window it uses earlier results.
     """
 
     WINDOW = 64
@@ -59,7 +59,7 @@ class LongestPrefixFirst:
         self._cached: dict[Request, int] = {}  # tokens of those in the window, as far as known
         self._passed = 0  # how often the first of the window was passed over
         self._cursor = 0  # index into the window: whose prefix is looked up next
-        self._seen = -1  # the version of the pages at the last look
+        self._seen = -1  # `KVManager.version` at the last lookup
         self._choice: Request | None = None
 
     def __len__(self) -> int:
@@ -115,6 +115,6 @@ class LongestPrefixFirst:
 
 
 def policy_maker(policy: str, kv: KVManager) -> Callable[[], QueuePolicy]:
-    """What makes the queues of a policy, one of the choices of `EngineConfig.policy`. Without a prefix cache all policies are "fcfs"."""
+    """The constructor of a policy's queues; `policy` is a choice of `EngineConfig.policy`. Without a prefix cache all are "fcfs"."""
     makers: dict[str, Callable[[], QueuePolicy]] = {"fcfs": ArrivalOrder, "lpm": lambda: LongestPrefixFirst(kv)}
     return makers[policy] if kv.tree is not None else ArrivalOrder

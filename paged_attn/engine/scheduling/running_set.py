@@ -1,4 +1,4 @@
-"""The running requests, the most urgent and oldest first."""
+"""The running requests, the most urgent first, and among equals the oldest."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ COMPARED_PAGES = (0, 4, 16, 64, 256, 1024)  # requests with the same page at one
 
 
 class RunningSet:
-    """Requests by priority and arrival. Finding and removing one is O(1); adding one is, too, unless it goes before others.
+    """Requests by priority and arrival. Finding and removing one is O(1); so is adding one that comes last.
 
     Attributes:
-        rows: where requests have their numbers and pages while they run.
+        rows: the numbers and pages of requests while they run.
     """
 
     def __init__(self, max_requests: int) -> None:
         self.rows = RequestRows(max_requests)
         self._requests: dict[Request, None] = {}
-        self._in_order: tuple[list[Request], NDArray[np.int64]] | None = None  # made when it is asked for, as is the next one
+        self._in_order: tuple[list[Request], NDArray[np.int64]] | None = None  # computed on demand, like the next one
         self._by_prefix: list[Request] | None = None
 
     def __len__(self) -> int:
@@ -37,39 +37,40 @@ class RunningSet:
 
     @property
     def last(self) -> Request:
-        """The least urgent, and the newest of those: who is preempted first."""
+        """The least urgent request, the newest of those: it is preempted first."""
         return next(reversed(self._requests))
 
     def from_last(self) -> Iterator[Request]:
-        """In the order of preemption."""
+        """All requests in the order of preemption."""
         return reversed(self._requests)
 
     def in_order(self) -> tuple[list[Request], NDArray[np.int64]]:
-        """All requests, and where each is in `rows` [requests]; to be read only."""
+        """All requests, and the index of each in `rows` [requests]; read-only."""
         if self._in_order is None:
             requests = list(self._requests)
             self._in_order = requests, _indices(requests)
         return self._in_order
 
     def indices(self, requests: list[Request]) -> NDArray[np.int64]:
-        """Where some requests are in `rows`."""
+        """The indices of these requests in `rows`."""
         everyone, indices = self.in_order()
         return indices if requests == everyone else _indices(requests)
 
     def without(self, left_out: Collection[Request]) -> list[Request]:
-        """All but some, in order."""
+        """All requests except these, in order."""
         return [request for request in self._requests if request not in left_out] if left_out else self.in_order()[0]
 
     def by_prefix(self, requests: list[Request]) -> list[Request]:
-        """Some of them with those next to each other that begin with the same pages: kernels read these once. As given, if none do."""
+        """These requests, with those that begin with the same pages next to each other, because kernels read such pages once. Unchanged if
+        no two do."""
         everyone, _ = self.in_order()
         if requests != everyone:
-            return self._next_to_each_other(requests)
+            return self._sorted_by_prefix(requests)
         if self._by_prefix is None:
-            self._by_prefix = self._next_to_each_other(requests)
+            self._by_prefix = self._sorted_by_prefix(requests)
         return self._by_prefix
 
-    def _next_to_each_other(self, requests: list[Request]) -> list[Request]:
+    def _sorted_by_prefix(self, requests: list[Request]) -> list[Request]:
         pages = self.rows.pages[self.indices(requests)]
         compared = [pages[:, column] for column in COMPARED_PAGES if column < pages.shape[1]]
         if not compared or len(np.unique(compared[0])) == len(requests):

@@ -1,4 +1,4 @@
-"""Which tokens of which requests the next step computes: decodes first, then prefill chunks, then new requests."""
+"""Decides which tokens of which requests the next step computes: decodes first, then prefill chunks, then new requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paged_attn.engine.scheduling.shared_prefills import SharedPrefills
 from paged_attn.engine.scheduling.step_plan import ScheduledStep, StepPlan
 from paged_attn.engine.scheduling.waiting_queue import WaitingQueue
 
-HELD_PER_STEP = 32  # requests that one step sets aside at most, so that a flood of equal prompts does not hold it up
+HELD_PER_STEP = 32  # most requests that one step sets aside, so that a flood of equal prompts does not delay it
 
 
 @dataclass
@@ -25,13 +25,13 @@ class SchedulerStats:
     """Counters since the engine was created.
 
     Attributes:
-        admitted: requests that began to run, each once.
-        queue_seconds, longest_queue_seconds: wall time that admitted requests had waited: the sum, and the longest.
+        admitted: requests that started to run, each counted once.
+        queue_seconds, longest_queue_seconds: wall time that admitted requests waited: the sum, and the longest.
         prompt_tokens: tokens in the prompts of admitted requests.
-        prompt_tokens_cached: how many of them came from the prefix cache.
+        prompt_tokens_cached: how many of those came from the prefix cache.
         prompt_tokens_without_state: how many more the prefix cache had, but without a recurrent state to start from.
         preemptions: how often a running request lost its pages and went back to the queue.
-        held_back: how often a request had to wait for another one that computes the same prefix.
+        held_back: how often a request had to wait for another one that was computing the same prefix.
     """
 
     admitted: int = 0
@@ -61,18 +61,18 @@ class Scheduler:
     """Admits requests by priority, then tenants and their namespaces in turn, then by the policy, under a token budget per step (chunked
     prefill, mixed with decodes).
 
-    When pages run out, the least urgent running request (the newest of these) is preempted: its pages are freed (full ones go to the
-    prefix cache), and it is recomputed from prompt and output, before new requests of its priority, so that its tokens stay the same.
-    A request is also preempted to admit a more urgent one. One that has outgrown its cached keys (`Request.length_border`) is
-    recomputed likewise. No decision depends on the time: equal calls give equal steps.
+    When pages run out, the least urgent running request (the newest of them) is preempted: its pages are freed (full ones go to the
+    prefix cache), and it is recomputed from prompt and output, before new requests of its priority, so its tokens stay the same.
+    A request is also preempted to admit a more urgent one. A request that has outgrown its cached keys (`Request.length_border`) is
+    recomputed in the same way. No decision depends on the time: equal calls give equal steps.
 
     Args:
-        score_rows: most tokens of scored prompts in a step; each has a row of logits.
-        whole_prompts: no prompt is cut into chunks; none is longer than a step.
+        score_rows: most tokens of scored prompts in a step; each needs a row of logits.
+        whole_prompts: no prompt is split into chunks; none is longer than a step.
         outgrow: requests may outgrow their cached keys.
 
     Attributes:
-        wants_drain: the next `schedule` can do more if all steps are collected before it.
+        wants_drain: the next `schedule` can do more if all steps in flight are collected first.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.wants_drain = False
         self._prefills = SharedPrefills(kv, config.prefix_wait_tokens)
-        self._blocked: tuple[Request, int] | None = None  # the request that found too few pages, and `kv.version` then
-        self._looks_since = 0  # how often it was that one's turn since then
+        self._blocked: tuple[Request, int] | None = None  # the request that found too few pages, and `kv.version` at that time
+        self._turns_since_blocked = 0
 
     def schedule(self, drained: bool = True) -> ScheduledStep:
         """Plan the next step and reserve its pages: decodes first (grouped by shared prefix), then chunks, then new requests.
@@ -93,8 +93,7 @@ class Scheduler:
         New requests that are more urgent than a running prompt come before its next chunk.
 
         Args:
-            drained: no launched step is still to be collected. If one is, nothing is preempted: requests without pages are left out and
-                `wants_drain` is set.
+            drained: no step is in flight. Otherwise nothing is preempted: requests without pages are left out and `wants_drain` is set.
         """
         self.wants_drain = False
         for request in self._prefills.share():
@@ -107,23 +106,23 @@ class Scheduler:
                 break
             if (urgency := self.waiting.urgency) is not None and urgency < request.priority:
                 self._admit(plan, drained, request.priority)
-            if plan.budget <= 0 or request not in self.running:  # an earlier one may have preempted it
+            if plan.budget <= 0 or request not in self.running:  # an earlier request may have preempted it
                 continue
-            if self._must_wait_whole(request, plan):
+            if self._lacks_room_for_whole(request, plan):
                 break
             count = self._chunk_length(request, plan)
             if count and self._reserve_or_preempt(request, request.num_cached + count, plan, drained):
                 plan.add_chunk(request, count)
         self._admit(plan, drained)
-        # A step of few decodes costs as much as one with those that could join it once this step's tokens are there.
+        # A step of few decodes costs as much as one with the requests that can join it once this step's tokens are known.
         if self._prefills.num_waiting_for(plan) > len(plan.decodes):
             self.wants_drain = True
         plan.decodes = self.running.by_prefix(plan.decodes)
         return plan.scheduled()
 
     def _recompute_outgrown(self, drained: bool) -> bool:
-        """Put running requests that have outgrown what they have cached back into the queue, to be recomputed; True: steps in flight must
-        be collected first, and nothing is scheduled."""
+        """Requeue running requests that have outgrown their cached keys, to be recomputed. True: steps in flight must be collected first,
+        and nothing is scheduled."""
         requests, indices = self.running.in_order()
         rows = self.running.rows
         tokens = rows.num_tokens[indices]
@@ -132,11 +131,11 @@ class Scheduler:
             self.wants_drain = True
             return True
         for index in outgrown.nonzero()[0].tolist():
-            self._wait_again(requests[index])
+            self._requeue(requests[index])
         return False
 
     def _add_decodes(self, plan: StepPlan, drained: bool) -> list[Request]:
-        """Plan the running requests that need one token; returns those that need more. Only the exceptions are looked at one by one."""
+        """Plan the running requests that need one token; returns those that need more. Only exceptions are handled one by one."""
         requests, indices = self.running.in_order()
         rows = self.running.rows
         cached, tokens = rows.num_cached[indices], rows.num_tokens[indices]
@@ -154,13 +153,13 @@ class Scheduler:
         prefilling = [requests[index] for index in (~needs_one).nonzero()[0].tolist()] if left_out else []
         return [request for request in prefilling if request in self.running]  # a decode may have preempted it
 
-    def _must_wait_whole(self, request: Request, plan: StepPlan) -> bool:
-        """Whether its tokens may not be cut into chunks, and this step has no room for all of them."""
+    def _lacks_room_for_whole(self, request: Request, plan: StepPlan) -> bool:
+        """Whether prompts may not be split into chunks and this step has too little room for the whole one."""
         return self.whole_prompts and request.num_remaining > plan.budget
 
     @staticmethod
     def _chunk_length(request: Request, plan: StepPlan) -> int:
-        """As many tokens as there are left, and as the budgets allow."""
+        """As many of the remaining tokens as the budgets allow."""
         return min(request.num_remaining, plan.budget, max(request.scores_from - request.num_cached, 0) + plan.score_budget)
 
     def _reserve_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan, drained: bool) -> bool:
@@ -176,10 +175,10 @@ class Scheduler:
         return True
 
     def _admit(self, plan: StepPlan, drained: bool, above: int | None = None) -> None:
-        """Let in those that wait, in their order, as long as there is room.
+        """Admit waiting requests in order, as long as there is room.
 
         Args:
-            above: only those that are more urgent than this priority.
+            above: only requests that are more urgent than this priority.
         """
         held = 0
         while plan.budget > 0 and not self.wants_drain and held < HELD_PER_STEP:
@@ -196,7 +195,7 @@ class Scheduler:
                 return
             if request.wants_scores and plan.score_budget <= 0:
                 return
-            if self._must_wait_whole(request, plan):
+            if self._lacks_room_for_whole(request, plan):
                 return
             if self._is_still_blocked(request):
                 return
@@ -215,12 +214,12 @@ class Scheduler:
                 return
 
     def _is_still_blocked(self, request: Request) -> bool:
-        """Whether it was short of pages and none came. What running requests free as they go on is looked for once in `page_size` steps:
-        hardly more comes in fewer, and to count it takes as long as many requests run."""
+        """Whether it found too few pages and none have been released since. Pages that requests free while they run are counted only once
+        in `page_size` turns: they hardly free more in fewer steps, and counting takes time in proportion to the running requests."""
         if self._blocked != (request, self.kv.version):
             return False
-        self._looks_since += 1
-        return not self.kv.frees_as_it_runs or self._looks_since < self.kv.page_size
+        self._turns_since_blocked += 1
+        return not self.kv.frees_as_it_runs or self._turns_since_blocked < self.kv.page_size
 
     def _hold_back(self, request: Request, holder: Request) -> None:
         self.kv.release(request, share=False)
@@ -229,7 +228,7 @@ class Scheduler:
         self.stats.held_back += 1
 
     def _start(self, request: Request, plan: StepPlan) -> None:
-        """Let a request run that has adopted its prefix and whose tokens fit."""
+        """Start a request that has adopted its prefix and whose tokens fit."""
         count = self._chunk_length(request, plan)
         reserved = self.kv.reserve(request, request.num_cached + count)
         assert reserved, f"{count} tokens of {request.id!r} found no pages, though all of its tokens fitted"
@@ -245,37 +244,37 @@ class Scheduler:
         plan.add_chunk(request, count)
 
     def _victims(self, request: Request, short: int) -> Sequence[Request]:
-        """As few less urgent requests, the last first, as give one that has adopted its prefix a place and what it is short of; none if all
-        of them do not."""
+        """The fewest less urgent requests, last first, whose preemption makes room for a request that has adopted its prefix; none if
+        preempting all of them is not enough."""
         less_urgent = list(takewhile(lambda running: running.priority > request.priority, self.running.from_last()))
-        if not less_urgent or self.kv.gain(less_urgent) < short:
+        if not less_urgent or self.kv.freed_by(less_urgent) < short:
             return ()
         fewer = range(1, len(less_urgent))
-        return less_urgent[: 1 + bisect_left(fewer, short, key=lambda count: self.kv.gain(less_urgent[:count]))]
+        return less_urgent[: 1 + bisect_left(fewer, short, key=lambda count: self.kv.freed_by(less_urgent[:count]))]
 
     def _preempt_for(self, request: Request, victims: Sequence[Request], plan: StepPlan, drained: bool) -> bool:
-        """Preempt them; False, and none is, if there are none, or it cannot be now."""
+        """Preempt all victims; False, with nothing preempted, if there are none or a step is in flight."""
         if not victims:
-            self._blocked, self._looks_since = (request, self.kv.version), 0
+            self._blocked, self._turns_since_blocked = (request, self.kv.version), 0
             return False
         if not drained:
             self.wants_drain = True
             return False
-        with self.kv.states.leaving_none(victims):  # snapshots would take the slots that they free
+        with self.kv.states.without_sharing_last(victims):  # snapshots would take the slots that they free
             for victim in victims:
                 plan.drop(victim)
                 self.preempt(victim)
         return True
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's pages and queue it again, before new ones of its priority; all its tokens must be known."""
-        assert not request.num_pending, f"request {request.id!r} has a token under way: collect the step before preempting it"
-        self._wait_again(request)
+        """Free a running request's pages and requeue it before new requests of its priority; the host must know all of its tokens."""
+        assert not request.num_pending, f"request {request.id!r} has a pending token: collect the step before preempting it"
+        self._requeue(request)
         self.stats.preemptions += 1
 
-    def _wait_again(self, request: Request) -> None:
+    def _requeue(self, request: Request) -> None:
         self._stop(request, share=request.num_sampled > 0)
-        request.take_length()
+        request.set_length_border()
         self.running.remove(request)
         self.waiting.append(request, ran_before=True)
 

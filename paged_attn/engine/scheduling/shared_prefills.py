@@ -1,4 +1,4 @@
-"""Requests that wait while another one computes their common prefix, so that it is computed once."""
+"""Requests that wait while another request computes their common prefix, so that it is computed once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ MAX_WAITS = 3  # most times that a request is held back, whatever happens to tho
 
 
 class SharedPrefills:
-    """Who computes which prefix now, and who waits for it.
+    """Which request computes which prefix, and which requests wait for it.
 
-    A prefix is known by where the prefix cache ends on its way and by the next `min_tokens` tokens. The request that computes it holds it
-    until a finite token has validated it, when all others can have its pages, or until the request stops running, for whatever reason.
+    A prefix is identified by the node where its match in the prefix cache ends and by the next `min_tokens` tokens. The request that
+    computes it, its holder, holds it until a finite token has validated it, when all others can use its pages, or until the holder stops
+    running for any reason.
 
     Args:
-        min_tokens: that two requests must have in common beyond the prefix cache for one to wait, in whole pages; 0: none waits.
+        min_tokens: how many tokens beyond the prefix cache two requests must have in common for one to wait, in whole pages; 0: none waits.
     """
 
     def __init__(self, kv: KVManager, min_tokens: int) -> None:
@@ -32,9 +33,9 @@ class SharedPrefills:
         self._times: dict[Request, int] = {}  # how often each request was held back
 
     def holder_for(self, request: Request) -> Request | None:
-        """Whom a request that has just adopted its cached prefix should wait for.
+        """The request for which a request that has just adopted its cached prefix should wait.
 
-        With recurrent state the holder may get one more point at which its state is kept: see `Request.snapshot_points`.
+        With recurrent state this may add a snapshot point to the holder: see `Request.snapshot_points`.
         """
         key = self._key(request, request.num_reusable)
         holder = self._holders.get(key) if key is not None else None
@@ -43,20 +44,20 @@ class SharedPrefills:
         return holder if self._kv.states.snapshots is None or self._will_keep_state_for(request, holder) else None
 
     def hold(self, request: Request, holder: Request) -> None:
-        """Note that a request waits."""
+        """Record that a request waits for a holder."""
         self._times[request] = self._times.get(request, 0) + 1
         self._waits_for[request] = holder
         self._held.setdefault(holder, {})[request] = None
 
     def start(self, request: Request) -> None:
-        """A request that has adopted its cached prefix begins to compute the rest."""
+        """Record that a request that has adopted its cached prefix starts to compute the rest."""
         key = self._key(request, len(request.tokens))
         if key is not None:
             self._holders[key] = request
             self._prefixes[request] = key, request.num_cached
 
     def forget(self, request: Request) -> list[Request]:
-        """A request stops running or waiting; returns those that waited for it."""
+        """Record that a request stops running or waiting; returns the requests that waited for it."""
         self._times.pop(request, None)
         if (holder := self._waits_for.pop(request, None)) is not None:
             del self._held[holder][request]
@@ -66,7 +67,7 @@ class SharedPrefills:
         return self._release(request)
 
     def share(self) -> list[Request]:
-        """Put what holders have computed into the prefix cache, where others wait for it; returns those."""
+        """Put validated prefixes that others wait for into the prefix cache; returns the requests that waited."""
         if not self._held:
             return []
         released = []
@@ -76,7 +77,7 @@ class SharedPrefills:
         return released
 
     def num_waiting_for(self, plan: StepPlan) -> int:
-        """How many wait for somebody whose token comes with this step."""
+        """How many requests wait for a holder that samples a token in this step."""
         return sum(len(waiting) for holder, waiting in self._held.items() if plan.chunks.get(holder) == holder.num_remaining)
 
     def _release(self, holder: Request) -> list[Request]:
@@ -86,7 +87,7 @@ class SharedPrefills:
         return released
 
     def _key(self, request: Request, end: int) -> Hashable:
-        """None if too little of the request is left up to `end`."""
+        """Identifies the prefix that a request computes next; None if fewer than `min_tokens` are left before `end`."""
         start = request.num_cached
         if not self._length or start + self._length > end:
             return None
@@ -99,8 +100,8 @@ class SharedPrefills:
         return holder.num_validated > self._prefixes[holder][1]
 
     def _will_keep_state_for(self, request: Request, holder: Request) -> bool:
-        """Whether the holder keeps its state far enough into what both have in common; if it can, where they part, unless somebody asked
-        for one near that."""
+        """Whether the holder keeps its state far enough into the common prefix. If it still can, it will keep one at the end of that,
+        unless there is already one nearby that some request needs."""
         size = self._kv.page_size
         common = num_common(request.tokens[: request.num_reusable], holder.tokens, request.num_cached) // size * size
         kept = [point for point in (*holder.snapshots, *holder.snapshot_points) if point <= common]

@@ -12,12 +12,12 @@ from paged_attn.engine.requests.request import NO_SCORES, Request
 
 @dataclass(frozen=True, eq=False)
 class ScheduledStep:
-    """What a step computes, in columns: an object for each request would take longer to make than all that is done with it.
+    """What a step computes, in columns: creating an object for each request would take longer than everything else done with it.
 
     Attributes:
         requests: in the order of the step.
-        counts: [requests] int64, of each so many tokens from its first uncached one on.
-        samples: [requests] bool, whether they reach its last token.
+        counts: [requests] int64, how many tokens of each request, starting at its first uncached token.
+        samples: [requests] bool, whether these include its last token.
     """
 
     requests: list[Request]
@@ -29,8 +29,8 @@ class ScheduledStep:
 
 
 class StepPlan:
-    """What a step will compute: `decodes` of one token, then `chunks`, each in order; `budget`: tokens that may still be added, and of
-    those of prompts that are scored `score_budget`."""
+    """What a step will compute: `decodes` of one token, then `chunks`, each in order. `budget`: how many tokens may still be added;
+    `score_budget`: how many of them may be tokens of scored prompts."""
 
     def __init__(self, budget: int, score_budget: int = NO_SCORES) -> None:
         self.budget, self.score_budget = budget, score_budget
@@ -38,7 +38,7 @@ class StepPlan:
         self.chunks: dict[Request, int] = {}
 
     def add_decodes(self, requests: list[Request]) -> None:
-        """As many as the budget allows."""
+        """Add as many as the budget allows."""
         self.decodes = requests[: self.budget]
         self.budget -= len(self.decodes)
 
@@ -47,7 +47,7 @@ class StepPlan:
         self._spend(request, 0, count)
 
     def drop(self, request: Request) -> None:
-        """A request is not computed after all."""
+        """Take a request out of the step again."""
         if request in self.chunks:
             self._spend(request, self.chunks.pop(request), 0)
         elif request in self.decodes:
@@ -55,7 +55,7 @@ class StepPlan:
             self.decodes.remove(request)
 
     def _spend(self, request: Request, before: int, now: int) -> None:
-        """Its chunk has `now` tokens instead of `before`."""
+        """Charge the budgets for a chunk of `now` tokens instead of `before`."""
         kept = max(request.scores_from - request.num_cached, 0)  # tokens whose logits are known or not wanted
         self.budget -= now - before
         self.score_budget -= max(now - kept, 0) - max(before - kept, 0)

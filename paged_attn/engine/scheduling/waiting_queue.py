@@ -12,11 +12,11 @@ from paged_attn.engine.scheduling.queue_policy import ArrivalOrder, QueuePolicy
 
 
 class RoundRobin:
-    """A queue that is made of queues, one for each key, which have one turn each. What it is made of may be `RoundRobin` again.
+    """A queue made of one queue for each key, which take turns. These may be `RoundRobin` as well.
 
     Args:
-        key: whose queue a request belongs to.
-        make_policy: makes a queue for a key; one that is empty is forgotten.
+        key: of the queue to which a request belongs.
+        make_policy: makes the queue of a key; empty queues are dropped.
     """
 
     def __init__(self, key: Callable[[Request], Hashable], make_policy: Callable[[], QueuePolicy]) -> None:
@@ -39,7 +39,7 @@ class RoundRobin:
         return next(iter(self._queues.values())).next()
 
     def remove(self, request: Request, had_turn: bool = False) -> None:
-        """Forget a request; if it had its turn, the next key is next."""
+        """Remove a request; if it had its turn, the next key's turn comes."""
         key = self._key(request)
         self._queues[key].remove(request, had_turn)
         if had_turn:
@@ -94,42 +94,42 @@ class WaitingQueue:
         return iter(sorted(self._since, key=lambda r: (r.priority, r.arrival)))
 
     def is_new(self, request: Request) -> bool:
-        """Whether it waits and has not run yet."""
+        """Whether it is waiting and has not run yet."""
         return self._since.get(request) is not None
 
     @property
     def urgency(self) -> int | None:
-        """The priority of `next`; None if nobody can be next."""
+        """The priority of `next`; None if there is none."""
         return self._priorities[0] if self._priorities else None
 
     def append(self, request: Request, *, ran_before: bool = False) -> None:
-        """Add a request; one that ran before goes before all others of its priority that did not."""
+        """Add a request; one that ran before is put before all requests of its priority that did not."""
         self._since[request] = None if ran_before else time.perf_counter()
         self.count_of[request.tenant] += 1
         self._enter(request)
 
     def next(self) -> Request | None:
-        """Who is to be admitted next; None if nobody waits, or only requests that were set aside."""
+        """The request to admit next; None if none is waiting, except requests that were set aside."""
         return self._classes[self._priorities[0]].next() if self._priorities else None
 
     def take(self, request: Request) -> float | None:
-        """Remove who is `next`; returns the seconds that it waited, None if it ran before."""
+        """Remove the request that is `next`; returns the seconds that it waited, None if it ran before."""
         self._leave(request, had_turn=True)
         since = self._forget(request)
         return None if since is None else time.perf_counter() - since
 
     def set_aside(self, request: Request) -> None:
-        """Who is `next` shall wait for something else, until `bring_back`."""
+        """Skip the request that is `next` until `bring_back`."""
         self._leave(request, had_turn=True)
         self._aside.add(request)
 
     def bring_back(self, request: Request) -> None:
-        """A request that was set aside takes its place by arrival again."""
+        """Queue a request that was set aside again, by arrival."""
         self._aside.remove(request)
         self._enter(request)
 
     def remove(self, request: Request) -> None:
-        """Forget a request, wherever it waits."""
+        """Remove a request, queued or set aside."""
         self._forget(request)
         if request in self._aside:
             self._aside.remove(request)

@@ -22,7 +22,7 @@ from paged_attn.capture.graphs.graph_set import CaptureSpec, GraphKey
 from paged_attn.capture.split.split_ops import is_split_op, split_ops
 from paged_attn.engine.lora.lora_slots import LoraSlots
 from paged_attn.engine.runners.runner import Runner
-from paged_attn.engine.steps.future_tokens import FutureTokens, SampleInGraph, forward
+from paged_attn.engine.steps.future_tokens import FutureTokens, GreedyInGraph, forward
 from paged_attn.engine.steps.one_row_check import OneRowCheck
 from paged_attn.recurrent.run import RecurrentRunner
 
@@ -90,7 +90,7 @@ class CaptureSpecs:
     backend: AttentionBackend
     buffers: StepBuffers
     recurrent: RecurrentRunner | None
-    sample_in_graph: SampleInGraph | None
+    greedy_in_graph: GreedyInGraph | None
     future_tokens: FutureTokens
     one_row: OneRowCheck
     lora_slots: LoraSlots | None = None
@@ -130,7 +130,7 @@ class CaptureSpecs:
         batch = self._with_slots(Batch.build(columns, self.pool.page_size, self.runner.device, shape, self.buffers))
         with ForwardContext(batch, self.pool, self.backend, self.recurrent):
             yield CaptureSpec(
-                lambda: forward(self.runner, batch, self.sample_in_graph, self.future_tokens),
+                lambda: forward(self.runner, batch, self.greedy_in_graph, self.future_tokens),
                 lambda op: is_split_op(op, ops),
                 self._kept(batch),
             )
@@ -149,7 +149,7 @@ class CaptureSpecs:
 
         def run() -> Any:
             backend.plan_in_graph(plan)
-            return forward(self.runner, batch, self.sample_in_graph, self.future_tokens)
+            return forward(self.runner, batch, self.greedy_in_graph, self.future_tokens)
 
         with ForwardContext(batch, self.pool, backend, self.recurrent, plan):
             yield CaptureSpec(run, lambda op: is_split_op(op, ops), self._kept(batch), FullState(backend, plan, batch))

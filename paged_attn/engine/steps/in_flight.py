@@ -20,12 +20,12 @@ ScoreResult = tuple[Request, list[SampledToken] | None]
 
 
 class InFlightStep:
-    """A step that runs. Its requests count it as done from now on.
+    """A launched step. `begin` advances its requests as if it had finished, `rollback` undoes that.
 
     Args:
         chosen: a row for each request that samples, in order; None if none does.
-        number: above 0, and that of no other step.
-        scores, pooled: of `layout.scored` and `layout.pooled`; None if that is empty.
+        number: unique and positive.
+        scores, pooled: for `layout.scored` and `layout.pooled`; None if those are empty.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class InFlightStep:
         self._goes_on: NDArray[np.bool_] = np.zeros(0, np.bool_)
 
     def begin(self) -> InFlightStep:
-        """Count the step as done, for all of its requests at once, while they are where the layout says."""
+        """Advance all requests at once as if the step had finished. Their rows must still be where the layout says."""
         layout, number = self.layout, self.number
         rows, sampling = layout.rows, layout.indices[layout.samples]
         rows.num_cached[layout.indices] = layout.ends
@@ -61,7 +61,7 @@ class InFlightStep:
         return self
 
     def wait(self) -> None:
-        """Until the tokens are there."""
+        """Wait until the tokens are on the host."""
         if self._results is None:
             tokens = self.chosen.wait() if self.chosen is not None else ChosenTokens([], [])
             if self.prompt_scores is not None:
@@ -73,31 +73,32 @@ class InFlightStep:
             self._results = zip(self.layout.sampling, ends.tolist(), *tokens, self._goes_on.tolist(), strict=True)
 
     @property
-    def has_come(self) -> bool:
-        """Whether the tokens are there, and some may have been taken in."""
+    def has_arrived(self) -> bool:
+        """Whether the tokens are on the host; some may already have been processed."""
         return self._results is not None
 
     def results(self) -> Iterator[StepResult]:
-        """Each request that samples, once: what an exception of the caller leaves over comes at the next call. With it come up to where it
-        was computed, its token (-1: logits were not finite), the token with log-probabilities if it asks for them, and whether the token is
-        neither its first nor its last one and it `skips_host_work`."""
+        """Each request that samples, with the end of its computed tokens, its new token (-1: logits were not finite), the token with
+        log-probabilities if the request wants them, and whether it is a plain token: neither the request's first nor its last one, of a
+        request that `skips_host_work`. Each comes once; if the caller raises, the next call continues with the rest."""
         self.wait()
         assert self._results is not None
         return self._results
 
     def scores(self) -> Iterator[ScoreResult]:
-        """Each request whose prompt got scores, once as above; with it the scored tokens, None where logits were not finite."""
+        """Each request whose prompt got scores, with the scored tokens (None: logits were not finite); each once, as in `results`."""
         self.wait()
         return self._scores
 
     def pooled(self) -> Iterator[PooledResult]:
-        """Each request whose hidden states are wanted, once as above; with it what the step adds: the part and its row [W] float32."""
+        """Each request whose hidden states are wanted, with the part that the step adds and its row [W] float32; each once, as in
+        `results`."""
         self.wait()
         return self._pooled
 
     def rollback(self) -> list[Request]:
-        """The step, whose tokens have not come, did not happen, nor did any after it; the requests that it was for."""
-        assert not self.has_come
+        """Undo `begin` of a step whose tokens have not arrived, after any later step was rolled back; returns its unfinished requests."""
+        assert not self.has_arrived
         for request in self.layout.sampling:
             request.drop_pending_token()
         for state in self.layout.states.values():

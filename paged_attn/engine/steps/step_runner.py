@@ -23,7 +23,7 @@ from paged_attn.engine.lora.lora_slots import LoraSlots
 from paged_attn.engine.runners.runner import Runner
 from paged_attn.engine.steps.capture_report import CaptureReport
 from paged_attn.engine.steps.capture_specs import CaptureSettings, CaptureSpecs, extend_shape, full_shape
-from paged_attn.engine.steps.future_tokens import FutureTokens, Output, SampleInGraph, forward
+from paged_attn.engine.steps.future_tokens import FutureTokens, GreedyInGraph, Output, forward
 from paged_attn.engine.steps.one_row_check import OneRowCheck
 from paged_attn.progress import bar
 from paged_attn.recurrent.run import RecurrentRunner
@@ -32,7 +32,7 @@ from paged_attn.tolerances import logits_apart
 
 @dataclass(frozen=True)
 class Step:
-    """A batch, and the graphs that run it; None: it runs uncaptured. `num_logits` are wanted."""
+    """A batch, the graphs that run it (None: it runs uncaptured), and how many rows of logits are wanted."""
 
     batch: Batch
     captured: Captured | None
@@ -40,27 +40,28 @@ class Step:
 
 
 class StepOutput(NamedTuple):
-    """logits [num_logits, vocabulary], and the tokens [num_logits] that were sampled in the graph; the next step of the same runner
-    overwrites both."""
+    """logits [num_logits, vocabulary], and the greedy tokens [num_logits] if they were computed with the logits; the next step of the same
+    runner overwrites both."""
 
     logits: Tensor
     greedy_tokens: Tensor | None
 
 
 class StepRunner:
-    """Steps of one model, of one thread at a time.
+    """Runs steps of one model, in one thread at a time.
 
     Args:
-        recorder: makes the graphs; None captures nothing.
-        page_size, max_pages, num_groups: of the pool, of one request, and of layers with page tables of their own.
-        future_tokens: those of another runner of the same engine; None makes some.
-        one_row: the check of another runner of the same model; None makes one.
-        lora_slots: where the slots of a step's adapters lie, if `runner` is one with adapters.
-        sample_in_graph: chooses a token for each row of logits, also in captured steps; they go to `future_tokens`. None: nobody does.
+        recorder: records the graphs; None captures nothing.
+        page_size, max_pages, num_groups: of the pool; of one request; groups of layers with their own page tables.
+        future_tokens: shared with another runner of the same engine; None creates them.
+        one_row: the check of another runner of the same model; None creates one.
+        lora_slots: the device memory of each row's adapter slot, if `runner` has adapters.
+        greedy_in_graph: chooses the most likely token of each row of logits, inside captured steps too, and stores it in `future_tokens`;
+            None leaves that to the sampler.
 
     Attributes:
-        future_tokens: the tokens of the last step, for whoever launches the next before knowing them (`future_token`). Who chooses
-            otherwise puts those tokens there.
+        future_tokens: the tokens of the last step, so that the next can be launched before the host knows them (`future_token`). The
+            sampler overwrites them with the tokens that it chooses.
 
     Raises:
         UnsupportedError: `settings.verify` for a model with recurrent state.
@@ -79,7 +80,7 @@ class StepRunner:
         page_size: int,
         max_pages: int,
         recurrent: RecurrentRunner | None = None,
-        sample_in_graph: SampleInGraph | None = None,
+        greedy_in_graph: GreedyInGraph | None = None,
         future_tokens: FutureTokens | None = None,
         one_row: OneRowCheck | None = None,
         lora_slots: LoraSlots | None = None,
@@ -90,7 +91,7 @@ class StepRunner:
                 f"graph_verify runs every step twice, and {type(runner.model).__name__} has recurrent state, which would advance twice; "
                 "leave graph_verify off"
             )
-        self.runner, self.settings, self.recurrent, self.sample_in_graph = runner, settings, recurrent, sample_in_graph
+        self.runner, self.settings, self.recurrent, self.greedy_in_graph = runner, settings, recurrent, greedy_in_graph
         self.page_size = page_size
         self.future_tokens = future_tokens or FutureTokens(max(settings.max_requests, MIN_ROWS), runner.device)
         self.one_row, self.lora_slots = one_row or OneRowCheck(runner), lora_slots
@@ -107,17 +108,17 @@ class StepRunner:
             self._pointer_check = PointerCheck(runner.model, [*runner.owned.values(), *read])
 
     def use(self, pool: KVPool, backend: AttentionBackend) -> None:
-        """Steps read and write this pool from now on. Full graphs hold its addresses: capture them afterwards."""
+        """Read and write this pool in all later steps. Full graphs hold its addresses, so capture them afterwards."""
         self.pool, self.backend = pool, backend
 
     def capture_pieces(self) -> None:
-        """Record the graphs between the split ops, which know no pool: any pool of the same layers will do."""
+        """Record the graphs between the split ops. They do not depend on the pool: any pool of the same layers will do."""
         keys = [GraphKey("piecewise", size) for size in self.settings.extend_order()]
-        self._pieces = self._captured(keys, self._capture_specs().pieces, "piecewise")
+        self._pieces = self._capture(keys, self._capture_specs().pieces, "piecewise")
 
-    def full_bytes(self) -> int:
-        """What all full graphs will take, at most what they may: measured on the largest and the smallest with the pool at hand, which are
-        not kept. The budget is no bound for these two: the first to be recorded also pays for workspaces, which stay."""
+    def measure_full_graph_bytes(self) -> int:
+        """Estimate the memory of all full graphs, at most their budget, from the largest and the smallest, which are recorded with the
+        current pool and dropped. These two may exceed the budget: the first recording also allocates workspaces, which stay."""
         specs = self._capture_specs()
         keys = specs.full_keys()
         if self.graphs is None or not keys:
@@ -137,10 +138,10 @@ class StepRunner:
         specs = self._capture_specs()
         self.why_not_full = specs.why_not_full
         if keys := specs.full_keys():
-            self._full = self._captured(keys, specs.full, "decode steps")
+            self._full = self._capture(keys, specs.full, "decode steps")
 
-    def _captured(self, keys: list[GraphKey], prepare: Prepare, what: str) -> BucketSizes:
-        """Sizes that were recorded, of these shapes; a bar shows where the capture is."""
+    def _capture(self, keys: list[GraphKey], prepare: Prepare, what: str) -> BucketSizes:
+        """Record these shapes, with a progress bar; returns the sizes that could be recorded."""
         assert self.graphs is not None
         what = f"capturing {what}" if self.lora_slots is None else f"capturing {what}, with adapters"
         with bar(self.graphs.capture(keys, prepare), total=len(keys), what=what, unit="shape") as shown:
@@ -149,11 +150,11 @@ class StepRunner:
         return BucketSizes(self.graphs.sizes(keys[0].mode))
 
     def prepare(self, requests: Sequence[BatchRequest] | RequestColumns) -> Step:
-        """Lay the requests out for the smallest captured shape that holds them, or as they are."""
+        """Build the batch, padded to the smallest captured shape that holds it, or unpadded if none does."""
         columns = RequestColumns.of(requests)
         agree = self.runner.ranks.compare_step(columns) if self.runner.ranks is not None else None
         num_logits = int(columns.num_logits.sum())
-        step = self._prepared(columns, num_logits) if self.graphs is not None and self.graphs.captured else None
+        step = self._step_in_graph(columns, num_logits) if self.graphs is not None and self.graphs.captured else None
         step = step or Step(Batch.build(columns, self.page_size, self.runner.device), None, num_logits)
         if self.lora_slots is not None:
             step = replace(step, batch=self.lora_slots.given(step.batch, columns))
@@ -161,8 +162,8 @@ class StepRunner:
             agree()
         return step
 
-    def _prepared(self, requests: RequestColumns, num_logits: int) -> Step | None:
-        """The step for a captured shape, or None if none holds it."""
+    def _step_in_graph(self, requests: RequestColumns, num_logits: int) -> Step | None:
+        """The step padded to the smallest captured shape, in the buffers that graphs read; None if no shape holds it."""
         assert self.graphs is not None
         device = self.runner.device
         size = self._full.fit(len(requests))
@@ -178,7 +179,7 @@ class StepRunner:
         return Step(batch, self.graphs.captured[GraphKey("piecewise", size)], num_logits)
 
     def run(self, step: Step) -> StepOutput:
-        """Logits [num_logits, vocabulary], and the tokens that `sample_in_graph` chooses.
+        """Logits [num_logits, vocabulary], and greedy tokens with `greedy_in_graph`.
 
         Raises:
             CaptureError: a tensor of the model moved; or, with `verify`, a replay gave other logits than the model uncaptured.
@@ -195,7 +196,7 @@ class StepRunner:
         return StepOutput(logits[: step.num_logits], None if tokens is None else tokens[: step.num_logits])
 
     def report(self) -> CaptureReport:
-        """Which mode serves which steps, and what that cost."""
+        """Which steps are captured, in which mode, and what that cost."""
         return CaptureReport.of(self.graphs, self.settings, self.runner.runs_as, self.why_not_full)
 
     def close(self) -> None:
@@ -207,7 +208,7 @@ class StepRunner:
     def _capture_specs(self) -> CaptureSpecs:
         assert self.buffers is not None
         return CaptureSpecs(
-            self.runner, self.settings, self.pool, self.backend, self.buffers, self.recurrent, self.sample_in_graph, self.future_tokens,
+            self.runner, self.settings, self.pool, self.backend, self.buffers, self.recurrent, self.greedy_in_graph, self.future_tokens,
             self.one_row, self.lora_slots,
         )  # fmt: skip
 
@@ -227,10 +228,10 @@ class StepRunner:
 
     def _uncaptured(self, batch: Batch) -> Output:
         with ForwardContext(batch, self.pool, self.backend, self.recurrent):
-            return forward(self.runner, batch, self.sample_in_graph, self.future_tokens)
+            return forward(self.runner, batch, self.greedy_in_graph, self.future_tokens)
 
     def _verify(self, step: Step, logits: Tensor) -> None:
-        """KV is written twice, with the same numbers."""
+        """Compare with the uncaptured model. KV is written twice, with the same numbers."""
         assert step.captured is not None
         replayed = logits[: step.num_logits].clone()
         expected = self._uncaptured(step.batch)[0][: step.num_logits]

@@ -265,7 +265,7 @@ def _num_tokens(cache: Cache) -> int | None:
 def _refuse_others(engine: Engine) -> None:
     """Releases the engine and raises LastingRefusalError if rows of `generate` are not all that its steps need."""
     name = type(engine.runner.model).__name__
-    if engine.states is not None:
+    if engine.state_pool is not None:
         why = f"{name} has recurrent state, which paged_attn.generate and LLM keep"
     elif engine.runner.ranks is not None:
         why = f"{name} is sharded over {engine.runner.ranks.size} ranks, which LLM serves"

@@ -32,9 +32,9 @@ def test_adapters_that_come_after_the_capture(overlap: bool, tmp_path: Path) -> 
     )  # fmt: skip
     with fixed_backend():
         engine = Engine(base(), config=config, recorder=TapeRecorder())
-    assert engine.lora_steps is not None and engine.adapters is not None
+    assert engine.lora_step_runner is not None and engine.adapters is not None
     addresses = [tensor.data_ptr() for tensor in engine.adapters.tensors]
-    ran = {name: _ran(steps) for name, steps in (("without", engine.steps), ("with", engine.lora_steps))}
+    ran = {name: _ran(steps) for name, steps in (("without", engine.step_runner), ("with", engine.lora_step_runner))}
     for which in ([None] * 6, ["a", None, "b", "a", "b", None], ["b"] * 6):
         for name in adapters.folders:
             if name not in engine.adapters.loaded and name in which:
@@ -57,7 +57,7 @@ def test_one_row_is_compared_once_for_both(monkeypatch: pytest.MonkeyPatch) -> N
     with fixed_backend():
         engine = Engine(base(), config=config, recorder=TapeRecorder())
     assert len(pools) == len(one_row_check.TOKENS) and all(pool is engine.pool for pool in pools)
-    for steps in (engine.steps, engine.lora_steps):
+    for steps in (engine.step_runner, engine.lora_step_runner):
         assert steps is not None and steps.graphs is not None and min(steps.graphs.sizes("full")) == 2
         assert "one row alone gives logits that are off by 1" in "\n".join(steps.report().lines())
     engine.close()

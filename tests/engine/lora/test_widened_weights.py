@@ -29,7 +29,7 @@ def two(folder: Path, name: str, targets: Sequence[str] = ("q_proj", "v_proj", "
 
 
 def targets_of(llm: LLM) -> list[object]:
-    graph = llm.engine.lora_steps.runner.graph.split.gm
+    graph = llm.engine.lora_step_runner.runner.graph.split.gm
     modules = [graph, *(module for module in graph.modules() if isinstance(module, torch.fx.GraphModule))]
     return [node.target for module in modules for node in module.graph.nodes if node.target in (LORA, LORA_UP)]
 

@@ -173,7 +173,7 @@ def engine_of(name: str, slots: int, **settings: Any) -> Engine:
     """An engine with memory for so many states if there were no pages."""
     each = sum(layer.spec.nbytes for layer in make_engine(recurrent(name)).runner.recurrent)
     engine = make_engine(recurrent(name), **{"num_pages": None, "kv_memory_gib": slots * each / GIB, "page_size": 16, **settings})
-    assert engine.states is not None and engine.states.nbytes + engine.pool.nbytes <= slots * each
+    assert engine.state_pool is not None and engine.state_pool.nbytes + engine.pool.nbytes <= slots * each
     poison_freed_slots(engine)
     engine.pool.storage.fill_(float("nan"))
     return engine
@@ -245,11 +245,11 @@ def test_the_log_and_explain_say_how_memory_was_divided(caplog: pytest.LogCaptur
     with caplog.at_level("INFO", "paged_attn"):
         engine = make_engine(recurrent("falcon_h1"), num_pages=None, kv_memory_gib=16 / 1024, page_size=16)
     division = engine.budget.describe(engine.pool.num_pages)
-    assert engine.states is not None
-    slots, pages, mib = engine.states.num_slots, engine.pool.num_pages, 2**20
-    assert 15.9 < (engine.states.nbytes + engine.pool.nbytes) / mib <= 16
+    assert engine.state_pool is not None
+    slots, pages, mib = engine.state_pool.num_slots, engine.pool.num_pages, 2**20
+    assert 15.9 < (engine.state_pool.nbytes + engine.pool.nbytes) / mib <= 16
     assert division == (
-        f"16.0 MiB: {slots} slots of state, 0.01 MiB each ({engine.states.nbytes / mib:.1f} MiB), "
+        f"16.0 MiB: {slots} slots of state, 0.01 MiB each ({engine.state_pool.nbytes / mib:.1f} MiB), "
         f"up to {slots - 1} of them for kept prefixes; "
         f"{pages} pages of 16 tokens, {engine.pool.nbytes / pages / mib:.3f} MiB each ({engine.pool.nbytes / mib:.1f} MiB)"
     )

@@ -53,9 +53,9 @@ def ask(engine: Engine, prompt: list[int], new: int = NEW, name: str = HYBRID, *
 
 def states_after(engine: Engine, tokens: list[int]) -> list[torch.Tensor]:
     """Those of the snapshot after some tokens."""
-    assert engine.kv.tree is not None and engine.states is not None
+    assert engine.kv.tree is not None and engine.state_pool is not None
     node = engine.kv.tree.match(tokens).node
-    return [state[node.payload] for state in engine.states.tensors]
+    return [state[node.payload] for state in engine.state_pool.tensors]
 
 
 def kept_at(engine: Engine) -> list[int]:
@@ -195,7 +195,7 @@ def test_a_step_that_is_lost_after_its_launch_leaves_no_states(monkeypatch: pyte
     def lost(self: InFlightStep) -> None:
         if next(calls) == 0:
             for slot in (request.state_slot, *request.snapshots.values()):
-                engine.states.fill(float("nan"), slot)  # type: ignore[union-attr]
+                engine.state_pool.fill(float("nan"), slot)  # type: ignore[union-attr]
             raise RuntimeError("the device is gone")
         wait(self)
 
@@ -306,23 +306,23 @@ def test_a_request_that_ends_while_the_step_after_it_fails_leaves_no_state_of_th
     """With overlap its last token is known only when that step has run, and is taken in after it has failed. Whatever a failed step leaves
     in its states is no longer the state of their tokens."""
     engine = poisoned_engine(page_size=1, overlap=True)
-    assert engine.states is not None
+    assert engine.state_pool is not None
     prompts = [STEM, OTHER[:7]]
     answers = [oracle(prompt, NEW, recurrent(HYBRID)) for prompt in prompts]
     stops = [SamplingParams(max_new_tokens=2 * NEW, stop_token_ids=(answer[-2],)) for answer in answers]
     requests = [engine.add_request(prompt, stop) for prompt, stop in zip(prompts, stops, strict=True)]
-    run, calls = engine.steps.run, iter(range(1, 10**9))
+    run, calls = engine.step_runner.run, iter(range(1, 10**9))
 
     def failing(*args: Any) -> Any:
         output = run(*args)
         if next(calls) == at_call:
             for request in engine.last_scheduled:
                 for slot in (request.state_slot, *request.taken_slots.values()):
-                    engine.states.fill(float("nan"), slot)  # type: ignore[union-attr]
+                    engine.state_pool.fill(float("nan"), slot)  # type: ignore[union-attr]
             raise RuntimeError("out of memory")
         return output
 
-    engine.steps.run = failing  # type: ignore[method-assign]
+    engine.step_runner.run = failing  # type: ignore[method-assign]
     run_past_errors(engine)
     for prompt, request, answer in zip(prompts, requests, answers, strict=True):
         assert request.output_token_ids == answer[: answer.index(answer[-2]) + 1] and request.finish_reason == "stop"

@@ -83,8 +83,8 @@ def test_graphs_read_static_tables_of_every_group(compiled: bool) -> None:
     engine = captured_engine(model, num_pages=24, max_requests=4, compile=compiled)
     poison(engine)
     engine.pool.storage[: engine.pool.page_elements].zero_()
-    assert engine.steps.buffers is not None and len(engine.steps.buffers.page_tables) == 3
-    for table in engine.steps.buffers.page_tables:
+    assert engine.step_runner.buffers is not None and len(engine.step_runner.buffers.page_tables) == 3
+    for table in engine.step_runner.buffers.page_tables:
         table.fill_(engine.pool.num_pages - 1)
     modes = modes_of(engine)
     for _ in range(2):
@@ -122,10 +122,10 @@ def test_a_prefix_is_found_where_every_group_has_what_it_needs() -> None:
     assert kv.tree is not None
     kv.tree.clear()
     assert cached(stem + tails[0]) == 0
-    kv.give_back()
+    kv.free_unneeded()
     assert kv.cached_tokens(engine_request := _request(engine, stem + tails[1])) == 0 and not engine_request.num_pages
     assert [cached(stem + tail) for tail in tails[1:3]] == [0, 48]
-    kv.give_back()
+    kv.free_unneeded()
     assert cached(stem + tails[3]) == 48, "the place where prompts part is kept"
     end = (len(stem + tails[0]) + NEW - 1) // 4 * 4
     longer = stem + tails[0] + oracle(stem + tails[0], NEW, model) + [5, 6, 7]
@@ -140,7 +140,7 @@ def _request(engine: Engine, prompt: list[int]) -> Any:
 
 
 def test_a_step_that_is_taken_back_does_not_miss_what_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting fails while two steps are under way, and their windows have moved on: who lacks pages then is computed anew."""
+    """Waiting fails while two steps are under way, and their windows have moved on: who lacks pages then is recomputed."""
     model = windowed("mistral")
     engine = make_engine(model, num_pages=64, overlap=True, prefix_cache=False)
     requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
@@ -151,7 +151,7 @@ def test_a_step_that_is_taken_back_does_not_miss_what_was_given_back(monkeypatch
     def failing(self: SamplerOutput) -> Any:
         if not failed:
             failed.append(engine.scheduler.stats.preemptions)
-            engine.kv.give_back(to_start=False)  # type: ignore[attr-defined]
+            engine.kv.free_unneeded(to_start=False)  # type: ignore[attr-defined]
             raise RuntimeError("the device is gone")
         return wait(self)
 
@@ -186,7 +186,7 @@ def test_a_first_step_that_is_taken_back_leaves_no_page_without_a_frame(monkeypa
 def test_who_gains_nothing_runs_as_before(name: str, settings: dict[str, Any]) -> None:
     engine = make_engine(tiny(name), **settings)
     assert type(engine.kv) is KVManager and engine.kv.frames is None and engine.pool.parts == ()
-    assert isinstance(engine.steps, StepRunner) and (engine.steps.buffers is None or engine.steps.buffers.num_groups == 1)
+    assert isinstance(engine.step_runner, StepRunner) and (engine.step_runner.buffers is None or engine.step_runner.buffers.num_groups == 1)
     assert not hasattr(engine.selection.backend, "children")
 
 
@@ -199,7 +199,7 @@ def test_longer_requests_fit_and_one_that_never_can_is_refused() -> None:
     model = windowed("gemma3_text")
     engine = make_engine(model, num_pages=12, max_batch_tokens=8)
     assert isinstance(engine.kv, GroupedKVManager) and engine.kv.num_usable == 11
-    assert engine.kv.longest == 35 - 2 * 5, "five pages hold a window of 8 and a step of 8, wherever they begin"
+    assert engine.kv.max_request_pages == 35 - 2 * 5, "five pages hold a window of 8 and a step of 8, wherever they begin"
     prompt = random_prompts(1, 85)[0]
     with pytest.raises(UnsupportedError, match=r"can never fit: 85 prompt .* 26 pages of 4.*has room for 25 pages"):
         engine.add_request(prompt, SamplingParams(max_new_tokens=19))
@@ -212,7 +212,7 @@ def test_explain_and_metrics_tell_what_groups_take() -> None:
     engine = make_engine(windowed("gemma3_text"), num_pages=40)
     tokens_of(engine, PROMPTS[:1])
     kept = 15  # pages of 60 tokens, all cached
-    engine.kv.give_back()  # type: ignore[attr-defined]
+    engine.kv.free_unneeded()  # type: ignore[attr-defined]
     frame = engine.pool.page_elements * 4
     now = EngineSnapshot.of(engine)
     assert engine.pool.parts and now.pages_of["all tokens"] == (kept, kept * frame)

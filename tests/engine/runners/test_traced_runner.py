@@ -76,7 +76,7 @@ def greedy(model: Attention, new: int) -> list[int]:
 
 
 def run_batch(engine: Engine, *requests: BatchRequest) -> Tensor:
-    return engine.steps.run(engine.steps.prepare(requests)).logits
+    return engine.step_runner.run(engine.step_runner.prepare(requests)).logits
 
 
 def spy_on_outputs(engine: Engine) -> list[int]:
@@ -138,8 +138,8 @@ def test_one_compile_serves_every_number_of_tokens() -> None:
     engine = LLM(build_short("qwen3"), page_size=16, num_pages=64, max_batch_tokens=512).engine
     assert frames["unique_graphs"] == before + 1
     steps: list[int] = []
-    run = engine.steps.run
-    engine.steps.run = lambda step: (steps.append(step.batch.num_tokens), run(step))[1]  # type: ignore[method-assign]
+    run = engine.step_runner.run
+    engine.step_runner.run = lambda step: (steps.append(step.batch.num_tokens), run(step))[1]  # type: ignore[method-assign]
     for lengths in ((1,), (2,), (7,), (3, 30), (200, 200, 200)):
         for prompt in random_prompts(len(lengths), *lengths):
             engine.add_request(prompt, SamplingParams(max_new_tokens=2))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor
 
-from paged_attn.engine.sampling.forbidden import BadWords, Forbidden, NotNext, bad_words, forbid
+from paged_attn.engine.sampling.forbidden import BadWords, Forbidden, ForbiddenNext, bad_words, forbid
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling_params import SamplingParams
 from tests.sample_once import Chooser
@@ -57,9 +57,9 @@ def test_words_are_found_by_what_precedes_their_last_token() -> None:
 def test_two_words_with_one_last_token_in_a_row() -> None:
     """Their places in the scores are the same, and each counts."""
     scores = torch.zeros(2, 4)
-    forbid(scores, {1: NotNext([0], [(5, 3), (6, 3), (7, 2)])}, torch.tensor([9, 6]), {1: 1})
+    forbid(scores, {1: ForbiddenNext([0], [(5, 3), (6, 3), (7, 2)])}, torch.tensor([9, 6]), {1: 1})
     assert scores.tolist() == [[0, 0, 0, 0], [-torch.inf, 0, 0, -torch.inf]]
-    forbid(scores, {0: NotNext([99], [])}, None, {})  # no token of this vocabulary
+    forbid(scores, {0: ForbiddenNext([99], [])}, None, {})  # no token of this vocabulary
     assert scores[0].tolist() == [0, 0, 0, 0]
 
 
@@ -76,4 +76,4 @@ def test_it_holds_no_longer_than_it_must() -> None:
     state = SamplingState(SamplingParams(), [], None, Forbidden([1], 2, None))
     assert state.edits_logits and not state.is_greedy_only and not state.is_argmax_only
     state.num_chosen = 2
-    assert not state.edits_logits and state.is_greedy_only and not state.is_argmax_only and state.not_next is None
+    assert not state.edits_logits and state.is_greedy_only and not state.is_argmax_only and state.forbidden_next is None

@@ -60,7 +60,7 @@ def check(name: str, request: Request) -> None:
 
 def drive(engine: Engine, rng: random.Random, fail_every: int) -> list[Request]:
     """Add, cancel and step at random; those that were not cancelled."""
-    run, calls, requests = engine.steps.run, iter(range(1, 10**9)), []
+    run, calls, requests = engine.step_runner.run, iter(range(1, 10**9)), []
 
     def failing(*args: Any) -> Any:
         output = run(*args)
@@ -68,7 +68,7 @@ def drive(engine: Engine, rng: random.Random, fail_every: int) -> list[Request]:
             raise RuntimeError("out of memory")
         return output
 
-    engine.steps.run = failing  # type: ignore[method-assign]
+    engine.step_runner.run = failing  # type: ignore[method-assign]
     while len(requests) < 40 or engine.has_work:
         if len(requests) < 40 and rng.random() < 0.6:
             prompt, params = wanted(rng)

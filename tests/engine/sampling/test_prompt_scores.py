@@ -239,7 +239,7 @@ def test_a_long_prompt_never_has_all_its_logits_at_once(monkeypatch: pytest.Monk
     monkeypatch.setattr(logprobs, "BLOCK_BYTES", 8 * 4 * VOCAB)
     model = build("llama", tie_word_embeddings=False, max_position_embeddings=512)
     llm = LLM(model, config=EngineConfig(page_size=16, num_pages=64, overlap=overlap, compile=compiled))
-    run, shapes, blocks = llm.engine.steps.run, [], []
+    run, shapes, blocks = llm.engine.step_runner.run, [], []
     softmax = torch.Tensor.log_softmax
 
     def spied(step: Any) -> StepOutput:
@@ -251,7 +251,7 @@ def test_a_long_prompt_never_has_all_its_logits_at_once(monkeypatch: pytest.Monk
         blocks.append(tuple(self.shape))
         return softmax(self, *args)
 
-    llm.engine.steps.run = spied  # type: ignore[method-assign]
+    llm.engine.step_runner.run = spied  # type: ignore[method-assign]
     monkeypatch.setattr(torch.Tensor, "log_softmax", spied_softmax)
     prompts = random_prompts(1, 400, 90, 20, 70)
     params = [SamplingParams(max_new_tokens=0, prompt_logprobs=1)] * 3 + [SamplingParams(max_new_tokens=4)]

@@ -18,7 +18,7 @@ def simulate(seed: int, overlap: bool, snapshots: int | None, troubles: bool, ma
     page_size = rng.choice([1, 2, 4])
     num_pages = rng.randint(6, 24)
     world = make(rng, num_pages, page_size, overlap=overlap, snapshots=snapshots, **config)
-    room = min(world.kv.longest, 2 * num_pages) * page_size
+    room = min(world.kv.max_request_pages, 2 * num_pages) * page_size
     stems = [[rng.choice([1, 2]) for _ in range(room)] for _ in range(2)]
     left, steps = 14, 0
     while left or world.requests:

@@ -62,13 +62,13 @@ def tokens_of(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[i
 def modes_of(engine: Engine) -> list[str]:
     """The mode of each step from now on."""
     modes: list[str] = []
-    run = engine.steps.run
+    run = engine.step_runner.run
 
     def spied(step: Any) -> Any:
         modes.append(step.captured.key.mode if step.captured else "uncaptured")
         return run(step)
 
-    engine.steps.run = spied  # type: ignore[method-assign]
+    engine.step_runner.run = spied  # type: ignore[method-assign]
     return modes
 
 
@@ -89,14 +89,14 @@ def test_garbage_in_padding_pages_and_buffers_reaches_nobody() -> None:
     engine = captured_engine()
     engine.pool.storage.fill_(float("nan"))
     engine.pool.storage[:1].zero_()
-    assert engine.steps.buffers is not None
-    engine.steps.buffers.page_tables[0].fill_(127)
+    assert engine.step_runner.buffers is not None
+    engine.step_runner.buffers.page_tables[0].fill_(127)
     assert tokens_of(engine) == [oracle(prompt) for prompt in PROMPTS]
 
 
 def test_a_step_beyond_the_largest_size_runs_uncaptured() -> None:
     engine = captured_engine(max_batch_tokens=24)
-    engine.steps._pieces.sizes.remove(24)
+    engine.step_runner._pieces.sizes.remove(24)
     modes = modes_of(engine)
     assert tokens_of(engine, [PROMPTS[5]]) == [oracle(PROMPTS[5])]
     assert modes[0] == "uncaptured" and modes[-1] == "full"
@@ -104,7 +104,7 @@ def test_a_step_beyond_the_largest_size_runs_uncaptured() -> None:
 
 def test_no_step_is_captured_of_more_rows_than_all_requests_may_have() -> None:
     engine = captured_engine(max_requests=2, max_batch_tokens=1024)
-    assert engine.runner.max_positions == 256 and max(engine.steps.graphs.sizes("piecewise")) == 2 * 256  # type: ignore[union-attr]
+    assert engine.runner.max_positions == 256 and max(engine.step_runner.graphs.sizes("piecewise")) == 2 * 256  # type: ignore[union-attr]
     assert tokens_of(engine, PROMPTS[:2]) == [oracle(prompt, 12) for prompt in PROMPTS[:2]]
 
 
@@ -124,11 +124,11 @@ def test_full_graphs_are_replayed_without_a_plan_and_refreshed() -> None:
 
 def test_the_variant_follows_the_lengths() -> None:
     engine = captured_engine()
-    assert engine.steps.graphs is not None
-    assert {key.variant for key in engine.steps.graphs.captured if key.mode == "full"} == {0, 1}
+    assert engine.step_runner.graphs is not None
+    assert {key.variant for key in engine.step_runner.graphs.captured if key.mode == "full"} == {0, 1}
     used: list[int] = []
-    replay = engine.steps._replay
-    engine.steps._replay = lambda batch, captured: (used.append(captured.key.variant), replay(batch, captured))[1]  # type: ignore[method-assign]
+    replay = engine.step_runner._replay
+    engine.step_runner._replay = lambda batch, captured: (used.append(captured.key.variant), replay(batch, captured))[1]  # type: ignore[method-assign]
     (tokens,) = tokens_of(engine, [PROMPTS[2]])
     assert tokens == oracle(PROMPTS[2])
     decode = used[1:]
@@ -137,9 +137,9 @@ def test_the_variant_follows_the_lengths() -> None:
 
 def test_a_graph_of_another_variant_is_no_substitute() -> None:
     engine = captured_engine()
-    assert engine.steps.graphs is not None
-    for key in [key for key in engine.steps.graphs.captured if key.variant == 1]:
-        del engine.steps.graphs.captured[key]
+    assert engine.step_runner.graphs is not None
+    for key in [key for key in engine.step_runner.graphs.captured if key.variant == 1]:
+        del engine.step_runner.graphs.captured[key]
     modes = modes_of(engine)
     assert tokens_of(engine, [PROMPTS[2]]) == [oracle(PROMPTS[2])]
     assert modes == ["piecewise"] + ["full"] * (SHORT - 3) + ["piecewise"] * (len(modes) - 1 - (SHORT - 3))
@@ -150,7 +150,7 @@ def test_a_backend_that_can_not_be_captured_runs_decode_in_pieces() -> None:
     modes = modes_of(engine)
     assert tokens_of(engine) == [oracle(prompt) for prompt in PROMPTS]
     assert set(modes) == {"piecewise"}
-    assert "torch_native cannot be captured" in "\n".join(engine.steps.report().lines())
+    assert "torch_native cannot be captured" in "\n".join(engine.step_runner.report().lines())
 
 
 def test_recurrent_models_are_not_verified() -> None:
@@ -163,21 +163,21 @@ def test_ops_on_slots_of_state_are_inside_full_graphs(name: str) -> None:
     """More requests than slots, whose slots change hands; what is in slot 0, and in free ones, reaches nobody."""
     model = recurrent(name)
     engine = captured_engine(model, max_batch_tokens=16, max_requests=3)
-    assert engine.states is not None
-    engine.states.fill(float("nan"))
+    assert engine.state_pool is not None
+    engine.state_pool.fill(float("nan"))
     prompts, modes = PROMPTS[:6], modes_of(engine)
     assert tokens_of(engine, prompts) == [greedy(model, prompt, GREEDY.max_new_tokens) for prompt in prompts]
     assert set(modes) == {"full", "piecewise"}
-    assert engine.steps.graphs is not None
-    assert all(not c.segments.num_calls for key, c in engine.steps.graphs.captured.items() if key.mode == "full")
+    assert engine.step_runner.graphs is not None
+    assert all(not c.segments.num_calls for key, c in engine.step_runner.graphs.captured.items() if key.mode == "full")
     assert_idle(engine)
 
 
 def test_attention_is_called_between_the_graphs_of_pieces_and_inside_full_ones() -> None:
     engine = captured_engine()
-    assert engine.steps.graphs is not None
+    assert engine.step_runner.graphs is not None
     layers = len(engine.runner.layers)
-    for key, captured in engine.steps.graphs.captured.items():
+    for key, captured in engine.step_runner.graphs.captured.items():
         expected = (1, 0) if key.mode == "full" else (layers + 1, layers)
         assert (captured.segments.num_graphs, captured.segments.num_calls) == expected
 
@@ -187,13 +187,16 @@ class TestBudget:
         layers = 3
         pieces = (layers + 1) * 1000
         settings = {"max_batch_tokens": 256, "graph_extend_sizes": 9}
-        everything = captured_engine(**settings).steps.graphs
+        everything = captured_engine(**settings).step_runner.graphs
         engine = captured_engine(graph_memory_gib=3.5 * pieces / 2**30, **settings)
-        assert engine.steps.graphs is not None and everything is not None
+        assert engine.step_runner.graphs is not None and everything is not None
         sizes = everything.sizes("piecewise")
         assert len(sizes) == 9
-        assert engine.steps.graphs.sizes("piecewise") == [sizes[0], sizes[4], sizes[8]] and engine.steps.graphs.nbytes <= 3.5 * pieces
-        assert any("allowed" in reason for reason in engine.steps.graphs.refused.values())
+        assert (
+            engine.step_runner.graphs.sizes("piecewise") == [sizes[0], sizes[4], sizes[8]]
+            and engine.step_runner.graphs.nbytes <= 3.5 * pieces
+        )
+        assert any("allowed" in reason for reason in engine.step_runner.graphs.refused.values())
         assert tokens_of(engine) == [oracle(prompt) for prompt in PROMPTS]
 
     def test_nothing_fits(self) -> None:
@@ -225,7 +228,7 @@ def test_what_the_first_graph_takes_once_does_not_count_against_the_budget() -> 
 
     with mock.patch.object(CaptureSpecs, "full", prepare):
         engine = captured_engine(recorder=recorder, graph_memory_gib=0.5, graph_strict=True)
-    graphs = engine.steps.graphs
+    graphs = engine.step_runner.graphs
     assert graphs is not None and len(graphs.sizes("full")) == 3 and graphs.nbytes < 2**20
     assert tokens_of(engine, PROMPTS[:3]) == [oracle(prompt) for prompt in PROMPTS[:3]]
 
@@ -292,13 +295,13 @@ class TestSafety:
     @pytest.mark.parametrize("mode", ["piecewise", "full"])
     def test_verify_sees_a_graph_that_computes_something_else(self, mode: str) -> None:
         engine = captured_engine(graph_verify=True, graphs=mode)
-        assert engine.steps.graphs is not None and isinstance(engine.steps.graphs.recorder, TapeRecorder)
-        for key, captured in engine.steps.graphs.captured.items():
+        assert engine.step_runner.graphs is not None and isinstance(engine.step_runner.graphs.recorder, TapeRecorder)
+        for key, captured in engine.step_runner.graphs.captured.items():
             if key.mode == mode:  # as if a value that changes from step to step had been recorded as a constant
                 captured.segments.output[0].mul_(1)
                 steps = (*captured.segments.steps, lambda out=captured.segments.output[0]: out.mul_(1.01))
                 replaced = dataclasses.replace(captured, segments=dataclasses.replace(captured.segments, steps=steps))
-                engine.steps.graphs.captured[key] = replaced
+                engine.step_runner.graphs.captured[key] = replaced
         engine.add_request(PROMPTS[3], GREEDY)
         with pytest.raises(CaptureError, match=f"verify: the graph {mode} .* off by"):
             run_all(engine)
@@ -308,7 +311,7 @@ class TestSafety:
         engine = captured_engine(recorder=recorder)
         assert recorder.tapes
         engine.close()
-        assert not recorder.tapes and engine.steps.graphs is not None and not engine.steps.graphs.captured
+        assert not recorder.tapes and engine.step_runner.graphs is not None and not engine.step_runner.graphs.captured
         assert tokens_of(engine) == [oracle(prompt) for prompt in PROMPTS]
         assert_idle(engine)
 
@@ -327,7 +330,7 @@ def test_explain_of_an_engine_without_capture() -> None:
 
 def test_the_most_likely_tokens_are_chosen_in_the_graphs() -> None:
     engine = captured_engine()
-    steps = engine.steps
+    steps = engine.step_runner
     engine.pool.storage.zero_()
     step = steps.prepare([BatchRequest([5], [1, 2, 3], 9), BatchRequest([7], [4], 2)])
     assert step.captured is not None and step.captured.key.mode == "full"
@@ -335,7 +338,7 @@ def test_the_most_likely_tokens_are_chosen_in_the_graphs() -> None:
     assert best is not None and best.shape == (2,) and torch.equal(best, logits.argmax(-1))
     assert best.data_ptr() == step.captured.segments.output[1].data_ptr()
     without = captured_engine(graph_sampling=False)
-    assert without.steps.run(without.steps.prepare([BatchRequest([5], [1], 2)])).greedy_tokens is None
+    assert without.step_runner.run(without.step_runner.prepare([BatchRequest([5], [1], 2)])).greedy_tokens is None
     assert tokens_of(without) == [oracle(prompt) for prompt in PROMPTS]
 
 

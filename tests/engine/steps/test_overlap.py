@@ -38,7 +38,7 @@ def overlapped(**settings: Any) -> Engine:
 def log_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Writes down when steps are launched and when their tokens are waited for."""
     log: list[str] = []
-    run, wait = engine.steps.run, SamplerOutput.wait
+    run, wait = engine.step_runner.run, SamplerOutput.wait
 
     def running(*args: Any) -> Any:
         log.append("launch")
@@ -48,7 +48,7 @@ def log_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         log.append("wait")
         return wait(self)
 
-    engine.steps.run = running  # type: ignore[method-assign]
+    engine.step_runner.run = running  # type: ignore[method-assign]
     monkeypatch.setattr(SamplerOutput, "wait", waiting)
     return log
 
@@ -80,7 +80,7 @@ def test_the_host_never_gave_the_tokens_that_the_device_used() -> None:
     engine = overlapped()
     request = engine.add_request(PROMPTS[0], GREEDY)
     engine.step()
-    engine.steps.future_tokens.tokens.fill_(5)
+    engine.step_runner.future_tokens.tokens.fill_(5)
     run_all(engine)
     first = oracle(PROMPTS[0])[0]
     assert request.output_token_ids[0] == first != 5
@@ -222,7 +222,7 @@ def test_tokens_that_do_not_come_are_computed_again(at_call: int, monkeypatch: p
 
 def test_logits_that_are_not_finite_end_one_request_and_leave_nothing_in_the_cache() -> None:
     engine = overlapped()
-    run, answer = engine.steps.run, oracle(PROMPTS[1])
+    run, answer = engine.step_runner.run, oracle(PROMPTS[1])
     request, other = engine.add_request(PROMPTS[1], GREEDY), engine.add_request(PROMPTS[0], GREEDY)
     for _ in range(4):
         engine.step()
@@ -233,9 +233,9 @@ def test_logits_that_are_not_finite_end_one_request_and_leave_nothing_in_the_cac
         logits[0], tokens[0] = float("inf"), -1
         return StepOutput(logits, tokens)
 
-    engine.steps.run = spoilt  # type: ignore[method-assign]
+    engine.step_runner.run = spoilt  # type: ignore[method-assign]
     events = engine.step()
-    engine.steps.run = run  # type: ignore[method-assign]
+    engine.step_runner.run = run  # type: ignore[method-assign]
     events += run_all(engine)
     assert request.finish_reason == "error" and request.output_token_ids == answer[:4]
     assert [e.token_id for e in events if e.request_id == request.id] == [answer[3], None]

@@ -55,8 +55,8 @@ def engine_of(name: str, **settings: Any) -> Engine:
     engine = captured_engine(
         model_of(name), **{"max_batch_tokens": 16, "max_requests": 3, "graph_decode_sizes": 2, "graph_strict": True, **passes, **settings}
     )
-    assert engine.states is not None
-    engine.states.fill(float("nan"))
+    assert engine.state_pool is not None
+    engine.state_pool.fill(float("nan"))
     poison_freed_slots(engine)
     return engine
 
@@ -82,8 +82,8 @@ def test_tokens_are_the_models_own_in_full_graphs(name: str) -> None:
     for _ in range(2):
         assert tokens_of(engine) == cut(expected(name))
     assert set(modes) == {"full", "piecewise"}
-    assert engine.steps.graphs is not None
-    full = [captured.segments for key, captured in engine.steps.graphs.captured.items() if key.mode == "full"]
+    assert engine.step_runner.graphs is not None
+    full = [captured.segments for key, captured in engine.step_runner.graphs.captured.items() if key.mode == "full"]
     assert full and all((segments.num_graphs, segments.num_calls) == (1, 0) for segments in full)
     assert_idle(engine)
 
@@ -101,7 +101,7 @@ def test_a_request_alone_is_one_row(name: str) -> None:
     settings = {"page_size": 4, "num_pages": 128, "max_requests": 3, "max_batch_tokens": 24, "gemv": True, "graph_strict": True}
     with fixed_backend():
         engine = Engine(model_of(name), config=EngineConfig(**settings), recorder=TapeRecorder())
-    assert engine.steps.graphs is not None and engine.steps.graphs.sizes("full") == [1, 2, 3]
+    assert engine.step_runner.graphs is not None and engine.step_runner.graphs.sizes("full") == [1, 2, 3]
     assert tokens_of(engine) == cut(expected(name))
 
 

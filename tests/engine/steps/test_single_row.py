@@ -42,13 +42,13 @@ def engine_of(model: PreTrainedModel | None = None, **settings: Any) -> Engine:
 def sizes_of(engine: Engine) -> list[int]:
     """The size of the full graph that runs each step from now on, 0 for another."""
     sizes: list[int] = []
-    run = engine.steps.run
+    run = engine.step_runner.run
 
     def spied(step: Any) -> Any:
         sizes.append(step.captured.key.size if step.captured and step.captured.key.mode == "full" else 0)
         return run(step)
 
-    engine.steps.run = spied  # type: ignore[method-assign]
+    engine.step_runner.run = spied  # type: ignore[method-assign]
     return sizes
 
 
@@ -123,7 +123,7 @@ class TestWhereOneRowIsNotWhatMoreAre:
             sizes = sizes_of(engine)
             assert tokens_of(engine, (PROMPT, 4)) == [oracle(PROMPT, 4)]
         assert set(sizes) == {0, 2}
-        assert reason in "\n".join(engine.steps.report().lines())
+        assert reason in "\n".join(engine.step_runner.report().lines())
 
     def test_strict_makes_it_an_error(self, what: Any, reason: str) -> None:
         off = Off(what)

@@ -109,8 +109,8 @@ def test_engines_run_their_steps_with_it(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.set_num_threads(2)
     for settings, expected in (({"threads": 1}, {1}), ({"deterministic": True}, {2}), ({}, {1, 2})):
         engine = make_engine(**settings)
-        run = engine.steps.run
-        monkeypatch.setattr(engine.steps, "run", lambda step, run=run: seen.append(torch.get_num_threads()) or run(step))
+        run = engine.step_runner.run
+        monkeypatch.setattr(engine.step_runner, "run", lambda step, run=run: seen.append(torch.get_num_threads()) or run(step))
         request = engine.add_request([4, 5, 6])
         run_all(engine)
         assert request.output_token_ids == oracle([4, 5, 6], len(request.output_token_ids))

@@ -150,7 +150,7 @@ def test_dbrx_decodes_in_full_graphs() -> None:
     settings: dict[str, Any] = {"page_size": 4, "num_pages": 64, "max_requests": 4, "max_batch_tokens": 24, "graph_decode_sizes": 4}
     with fixed_backend():
         engine = Engine(model, config=EngineConfig(**settings, graph_extend_sizes=2, graph_strict=True), recorder=TapeRecorder())
-    assert engine.steps.report().full.sizes
+    assert engine.step_runner.report().full.sizes
     request = engine.add_request(prompt, SamplingParams(max_new_tokens=6, ignore_eos=True))
     run_all(engine)
     assert request.output_token_ids == greedy(model, prompt, 6)
