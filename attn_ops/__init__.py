@@ -1,4 +1,4 @@
-"""What attention operations are, and the inputs of one step. No kernels, no passes. Start with `context.py`: ops find all else there.
+"""Ops, specs of layers, and the inputs of one step; no kernels, no passes. Start with `context.py`: ops read batch, pools and plan there.
 
 In: specs, and a step's batch and pools. Out: ops that a graph calls.
 Change: ops: `ops/`; specs: `specs/`; batches: `batch/`; KV memory and state slots: `kv/`; recurrences in plain PyTorch: `scans/`.

@@ -1,5 +1,5 @@
 """The ops of the `paged_attn` namespace, one file per kind: what a rewritten graph calls.
 
-In: tensors of one layer. Out: written into `output`, by what the thread's forward context says.
+In: tensors of one layer. Out: results in `output`; batch, pools and plan come from the thread's forward context.
 Change: an op: the file of its kind; how ops are registered: `define.py`; what may be done with an op's graph: `kinds.py`.
 """

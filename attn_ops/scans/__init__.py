@@ -2,5 +2,5 @@
 
 In: rows of tokens, and a pool's states [slots, ...] of one layer. Out: rows, and the states after them.
 Change: a recurrence: the file of its name; which rows belong to which slot: `state_rows.py`.
-Change: how requests are cut into chunks: `chunks.py`; which states are kept on the way: `state_segments.py`.
+Change: how requests are cut into chunks: `chunks.py`; which intermediate states are kept: `state_segments.py`.
 """

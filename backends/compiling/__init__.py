@@ -1,4 +1,4 @@
-"""Triton kernels compiled by other processes before their first launch.
+"""Compiles Triton kernels in other processes before their first launch.
 
 In: a kernel and the arguments that it will be launched with. Out: the compiled kernel in Triton's cache on disk.
 Change: what is compiled, and which launches wait: `compile_ahead.py`; the processes: `compile_pool.py`; what one runs: `compile_worker.py`.

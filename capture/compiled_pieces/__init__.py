@@ -1,4 +1,4 @@
-"""Pieces through Inductor, equal ones once.
+"""Compiles pieces with Inductor, equal ones only once.
 
 In: a split graph. Out: the same with compiled pieces, from this process or from disk.
 Change: how a piece is compiled: `pieces.py`; its fake inputs: `piece_finder.py`.

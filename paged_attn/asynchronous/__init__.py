@@ -1,8 +1,8 @@
-"""One engine for many coroutines: `AsyncLLM` (`async_llm.py`), and what the server is made of.
+"""One engine for many coroutines: `AsyncLLM` (`async_llm.py`), on which the server is built.
 
-In: prompts as token ids, texts or chats. Out: events and completions on the event loops that asked.
-Change: the thread that owns the engine: `engine_thread.py`; what comes to it: `job.py`; what it reports: `snapshot.py`, `stream.py`,
+In: prompts as token ids, texts or chats. Out: events and completions on the callers' event loops.
+Change: the thread that owns the engine: `engine_thread.py`; its input: `job.py`; its reports: `snapshot.py`, `stream.py`,
 `status.py`.
 Change: which requests wait and which are rejected: `job_queue.py`, for `AsyncLLM`'s callers `request_limit.py`; errors: `errors.py`.
-Change: which requests a failed step ends: `failed_steps.py`; tokenizing in threads, by turns: `texts.py`, `fair_pool.py`.
+Change: which requests a failed step ends: `failed_steps.py`; tokenizing in threads, clients taking turns: `texts.py`, `fair_pool.py`.
 """

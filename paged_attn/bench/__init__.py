@@ -2,5 +2,5 @@
 
 In: flags. Out: tables, JSON, a chart. Start with `session.py`.
 Change: prompts: `workloads.py`; models with random weights: `shapes.py`; a peer: `systems/`; tables and chart: `results/`.
-Change: what is timed: `measure.py`; processes: `launch.py`, `worker.py`; facts of the machine: `machine.py`.
+Change: what is timed: `measure.py`; processes: `launch.py`, `worker.py`; facts about the machine: `machine.py`.
 """

@@ -1,8 +1,8 @@
-"""Where attention is in a graph.
+"""Finds attention in a graph.
 
-In: a graph. Out: an `AttentionSite` from every finder.
+In: a graph. Out: an `AttentionSite` for each attention.
 Change: a new spelling: a finder in `FINDERS` of `attention.py`. Finders: `sdpa.py`, `softmax.py`, `dual_chunk.py`; flex_attention is
-written out before (`decompose_flex.py`).
+decomposed first (`decompose_flex.py`).
 Change: what a site holds: `attention_site.py`; matrix products: `products.py`; other layouts of scores: `score_layout.py`.
-Change: the row that keys and values are made of: `latent.py`.
+Change: the row from which keys and values are computed: `latent.py`.
 """

@@ -1,4 +1,4 @@
-"""What makes a paged graph faster: one file or folder each. `linear_float32` alone adds up in another order.
+"""Passes that make a paged graph faster, one file or folder each. Only `linear_float32` sums in another order.
 
 In: a graph whose attention is paged. Out: the same values in fewer or cheaper launches.
 Change: rows of logits: `logits_gather/`; linears: `linears/`; experts and routers: `dense_experts.py`, `stacked_experts.py`, `routing.py`.

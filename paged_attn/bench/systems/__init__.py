@@ -2,5 +2,5 @@
 
 In: a `Job`. Out: tokens and seconds, in its `Log`.
 Change: a system: its file, and an entry in `systems.py`; sampling, the same for all: `sampling.py`.
-Change: the model that all run: `model_source.py`; what the processes tell each other: `job.py`.
+Change: the model that all run: `model_source.py`; messages between processes: `job.py`.
 """

@@ -1,6 +1,6 @@
-"""Answers taken apart, as they come.
+"""Parses answers as they arrive.
 
 In: text. Out: parts (`../parts.py`).
-Change: which reader: `answer_form.py`; by tags: `reader.py`, `reasoning.py`; calls: `call_splitter.py`; gpt-oss: `channels.py`.
+Change: which parser: `answer_form.py`; by tags: `reader.py`, `reasoning.py`; calls: `call_splitter.py`; gpt-oss: `channels.py`.
 Change: by the tokenizer's own template: `response_template.py`.
 """

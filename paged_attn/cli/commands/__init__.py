@@ -1,5 +1,5 @@
 """The commands, one file each.
 
 In: parsed flags. Out: an exit status.
-Change: a command: its file, which has `HELP` and `run`, and `add_options` where it has flags; a new one: its line in `../main.py`, too.
+Change: a command: its file, with `HELP`, `run` and, if it has flags, `add_options`; a new one also needs a line in `../main.py`.
 """

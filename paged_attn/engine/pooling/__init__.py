@@ -1,7 +1,7 @@
 """Embeddings, classes and scores of texts.
 
-In: a model without cache (`paged_attn/calling/body.py`) that an engine runs, and texts. Out: `outputs.py`. What a request carries
-lies in `../requests/`.
+In: a model without cache (`paged_attn/calling/body.py`) that an engine runs, and texts. Out: `outputs.py`. Per-request data
+is in `../requests/`.
 Change: body and head: `pooler.py`, `head.py`; a checkpoint's defaults: `sentence_transformers.py`.
-Change: what a call runs, and how its answer is read: `plans.py`; methods of `LLM`: `calls.py`; tokens of texts and pairs: `texts.py`.
+Change: what a call runs, and how its results are read: `plans.py`; methods of `LLM`: `calls.py`; tokens of texts and pairs: `texts.py`.
 """

@@ -2,6 +2,6 @@
 
 In: a model and settings. Out: a `Runner` (`runner.py`), called on rows of tokens: `TracedRunner` (traced and rewritten) or `HookedRunner`
 (`hooked_runner.py`: the module itself under `paged_attn.patch`, not compiled).
-Change: what every runner must give: `runner.py`; how a trace is bound to a model: `traced_runner.py`, merged weights: `merged_weights.py`.
-Change: what is noticed of changes in a live model: `model_watch.py`; processes that compile kernels: `compilers.py`.
+Change: what a runner must provide: `runner.py`; how a trace is bound to a model: `traced_runner.py`, merged weights: `merged_weights.py`.
+Change: detecting changes of a live model: `model_watch.py`; processes that compile kernels: `compilers.py`.
 """

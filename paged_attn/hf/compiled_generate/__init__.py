@@ -1,6 +1,6 @@
 """Hugging Face's own `generate` after `model.compile(backend="paged_attn")`.
 
 In: the calls that `generate` makes of the model. Out: their logits, from an engine's steps.
-Change: where a model's calls are taken over: `install.py`; which run on pages, and why not: `paged_calls.py`.
-Change: a call as rows and steps: `call_rows.py`; the cache that `generate` holds: `ragged_cache.py`; its pages: `ragged_table.py`.
+Change: where a model's calls are intercepted: `install.py`; which run on pages, and why not: `paged_calls.py`.
+Change: a call as rows and steps: `call_rows.py`; the cache object that `generate` sees: `ragged_cache.py`; its pages: `ragged_table.py`.
 """

@@ -1,6 +1,6 @@
-"""Recurrent layers whose functions are ops on slots of the state pool.
+"""Turns functions of recurrent layers into ops on slots of the state pool.
 
-In: the layers that were found. Out: the same with `ops`, proved numerically, and forwards that emit them while torch.compile traces.
-Change: a function that other layers call by name: `functions.py`; the proof: `by_ops.py`; how ops take their places: `wrap.py`.
-Change: another dtype of what is kept: `state_dtype.py`.
+In: the layers that were found. Out: these layers with `ops`, proved numerically, and forwards that emit them in a trace.
+Change: which functions become ops: `functions.py`; the proof: `by_ops.py`; how ops replace functions: `wrap.py`.
+Change: the dtype of states: `state_dtype.py`.
 """

@@ -1,5 +1,5 @@
-"""What operators see of the server.
+"""Logs, metrics and traces for operators.
 
 In: each request from its arrival to its end. Out: a line of the log, metrics, a trace.
-Change: the line, and the request's id: `call_log.py`; metrics: `metrics.py`; OpenTelemetry: `tracing.py`; the writing: `line_writer.py`.
+Change: the line, and the request's id: `call_log.py`; metrics: `metrics.py`; OpenTelemetry: `tracing.py`; writing lines: `line_writer.py`.
 """

@@ -1,6 +1,6 @@
-"""Prefill in 16 bits on Hopper, in Gluon.
+"""Prefill in 16 bits on Hopper, written in Gluon.
 
-In: dealt work and one layer's tensors. Out: the layer's output rows.
+In: a `WorkPartition` and one layer's tensors. Out: the layer's output rows.
 Change: the launch and its warpgroups: `kernel.py`; copies of pages to shared memory: `producer.py`; products and sums: `consumer.py`.
-Change: tiles whose width is no power of two: `parts.py`.
+Change: tiles whose width is not a power of two: `parts.py`.
 """

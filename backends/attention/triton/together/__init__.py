@@ -1,6 +1,6 @@
-"""Decode steps whose requests share their first pages: requests that follow each other in the batch are one item, in one tile of queries.
+"""Decode steps whose requests share their first pages: adjacent requests that do form one work item, with one tile of queries.
 
 In: the step's page tables, and one layer's tensors. Out: the layer's output rows.
-What they have in common is read once for all of them, then what each has of its own; requests that share nothing are items of their own.
+Shared pages are read once, then each request's own pages; requests that share nothing are separate items.
 Change: who shares what, found on the device, so that a captured step serves both: `plan_kernels.py`; the kernel: `attend_kernel.py`.
 """

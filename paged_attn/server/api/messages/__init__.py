@@ -1,6 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens.
 
-In: a body of Anthropic's Messages API. Out: a chat, as all others are, and its answer as blocks and events.
+In: a body of Anthropic's Messages API. Out: an ordinary chat, and its answer as blocks and events.
 Change: fields of the body: `body.py`; blocks of its messages: `conversation.py`; blocks and events of the answer: `reply.py`.
 Change: the form of errors: `paged_attn/server/http/error_forms.py`.
 """
