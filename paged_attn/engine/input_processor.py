@@ -1,4 +1,4 @@
-"""Turns a caller's input into a request, if model and pool can ever serve it."""
+"""Turns a caller's input into a request, or refuses it if model and pool can never serve it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ NO_TOKENS = SamplingParams(temperature=0.0, max_new_tokens=0)
 
 @dataclass
 class InputProcessor:
-    """Makes requests of one engine.
+    """Creates the requests of one engine.
 
     Attributes:
         limits: of the model.
-        max_request_pages, page_size: of the pool, how many pages one request may come to hold, and of how many tokens.
+        max_request_pages, page_size: the most pages that one request can hold, and the tokens of a page.
         tokenizer: decodes new tokens to text; None gives empty texts.
         has_states: the model has recurrent state.
-        defaults: what requests have that they do not state.
-        whole_tokens: how many tokens a prompt may have that is computed in one step; None where prompts are cut into chunks.
-        guides: of what the params ask for.
+        defaults: values of params that a request does not set.
+        whole_tokens: the most tokens of a prompt that must be computed in one step; None if prompts may be split into chunks.
+        guides: parses schemas and grammars.
     """
 
     limits: ModelLimits
@@ -54,30 +54,30 @@ class InputProcessor:
 
     @property
     def room(self) -> int:
-        """Tokens of the longest prompt that model and pool have room for."""
+        """The most tokens of a prompt that model and pool can hold."""
         tokens, limit = self.max_request_pages * self.page_size, self.limits.max_positions
         return min(each for each in (tokens, limit, self.whole_tokens) if each is not None)
 
     def new_tokens(self, prompt: int, params: SamplingParams) -> int:
-        """How many may follow a prompt of so many tokens; without a limit at least 1, so that a prompt that is too long is refused."""
+        """How many tokens may follow a prompt of `prompt` tokens; without max_new_tokens at least 1, so that long prompts are refused."""
         wanted = max(self.room - prompt + 1, 1) if params.max_new_tokens is None else params.max_new_tokens
         return self.limits.allowed_new_tokens(prompt, wanted)
 
     def cut(self, params: SamplingParams | PoolingParams) -> Cut | None:
-        """How much is kept of a prompt, if the params say so."""
+        """How a prompt is truncated, if the params ask for it."""
         if isinstance(params, PoolingParams):
             return self.cut_of(params.truncate_prompt_tokens, 0, keeps_end=False)
         return self.cut_of(params.truncate_prompt_tokens, params.over(self.defaults).max_new_tokens)
 
     def cut_of(self, most: int | None, new: int | None, *, keeps_end: bool = True) -> Cut | None:
-        """The same of `truncate_prompt_tokens`, before so many new tokens (None: as many as there is room for)."""
+        """How a prompt is truncated to `truncate_prompt_tokens=most` before `new` new tokens (None: as many as fit)."""
         if most is None:
             return None
         room = max(self.room - max(1 if new is None else new, 1) + 1, 1)
         return Cut(room if most == ALL_ROOM else most, keeps_end)
 
     def as_params(self, given: Any) -> SamplingParams:
-        """What a caller's `SamplingParams` or `GenerationConfig` means to this model; raises as `generation_config.as_params`."""
+        """A caller's `SamplingParams` or `GenerationConfig` as params for this model; raises like `generation_config.as_params`."""
         return as_params(given, self.defaults, self.limits.eos_token_ids)
 
     def make(
@@ -94,14 +94,8 @@ class InputProcessor:
         text_at_end: bool,
         kept_tokens: frozenset[int],
     ) -> Request:
-        """Arguments and errors as of `Engine.add_request`."""
-        for name, value in (("namespace", namespace), ("tenant", tenant)):
-            try:
-                hash(value)
-            except TypeError as error:
-                raise TypeError(f"{name} is {shown(value)}; allowed is what can be hashed: a text, a number, a tuple of them") from error
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise TypeError(f"priority is {shown(priority)}; allowed are whole numbers: a lower one is more urgent, 0 is usual")
+        """Arguments and errors as in `Engine.add_request`."""
+        _check_queueing(namespace, tenant, priority)
         pooled = None
         if isinstance(params, PoolingParams):
             pooled, params = Pooled(params), NO_TOKENS
@@ -115,7 +109,7 @@ class InputProcessor:
         ids = self.limits.checked_prompt(prompt_token_ids, more=int(only_scores))
         tokens = list(ids)
         if only_scores and len(ids) > 1 and not self.limits.ends_a_side(len(ids) - 1):
-            tokens.pop()  # nothing follows from the last one, unless the request is a long one for it
+            tokens.pop()  # its logits are not needed; it counts only where it makes the request a longer one for the model
         if pooled is not None:
             types = pooled.params.token_types
             tokens = self._with_types(ids, None if types is None else types[: len(ids)])
@@ -126,21 +120,26 @@ class InputProcessor:
         guide = self.guides.guide(params)
         words = self._bad_words(params.bad_words) if params.bad_words else None
         forbidden = Forbidden(stop, params.min_tokens, words) if params.min_tokens or words else None
-        decoder = MarkedDecoder(self.tokenizer, kept_tokens) if kept_tokens else self.tokenizer
-        text_at_end = not params.stop and (text_at_end or decoder is None)
-        skip = params.skip_special_tokens
-        text: WholeText | IncrementalDetokenizer = WholeText(decoder, tokens, skip)
-        if not text_at_end:
-            include_stop = params.include_stop_str_in_output
-            text = IncrementalDetokenizer(decoder, params.stop, skip, include_stop=include_stop, min_tokens=params.min_tokens)
+        text = self._detokenizer(params, tokens, text_at_end, kept_tokens)
         request = Request(
             id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new, tokens=tokens,
             sampling=SamplingState(params, tokens, guide, forbidden), detokenizer=text, arrival=arrival, namespace=namespace, tenant=tenant,
             prompt=prompt, priority=priority, pooled=pooled, length_borders=self.limits.length_borders,
             token_text=None if self.tokenizer is None else self._token_texts,
         )  # fmt: skip
-        request.skips_host_work = text_at_end and params.logprobs is None and not self.has_states and guide is None
+        is_plain = isinstance(text, WholeText) and params.logprobs is None and not self.has_states and guide is None
+        request.skips_host_work = is_plain
         return request
+
+    def _detokenizer(
+        self, params: SamplingParams, tokens: list[int], text_at_end: bool, kept_tokens: frozenset[int]
+    ) -> WholeText | IncrementalDetokenizer:
+        decoder = MarkedDecoder(self.tokenizer, kept_tokens) if kept_tokens else self.tokenizer
+        skip = params.skip_special_tokens
+        if not params.stop and (text_at_end or decoder is None):
+            return WholeText(decoder, tokens, skip)
+        include_stop = params.include_stop_str_in_output
+        return IncrementalDetokenizer(decoder, params.stop, skip, include_stop=include_stop, min_tokens=params.min_tokens)
 
     def _with_types(self, ids: list[int], types: Sequence[int] | None) -> list[int]:
         """Ids as a `Body` reads them; types that it does not read, though the tokenizer tells them, count for nothing.
@@ -160,7 +159,7 @@ class InputProcessor:
         return [token + vocab * kind for token, kind in zip(ids, types, strict=True)]
 
     def _check_fits(self, prompt: int, new: int) -> None:
-        # The last new token is sampled but never attended to, so that its KV needs no slot.
+        # The last new token is sampled but never attended to, so its KV needs no slot.
         total, size = prompt + max(new - 1, 0), self.page_size
         if self.whole_tokens is not None and prompt > self.whole_tokens:
             raise UnsupportedError(
@@ -176,7 +175,18 @@ class InputProcessor:
             )
 
 
+def _check_queueing(namespace: Hashable, tenant: Hashable, priority: object) -> None:
+    """Raises TypeError for what the waiting queue cannot order by."""
+    for name, value in (("namespace", namespace), ("tenant", tenant)):
+        try:
+            hash(value)
+        except TypeError as error:
+            raise TypeError(f"{name} is {shown(value)}; allowed is what can be hashed: a text, a number, a tuple of them") from error
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise TypeError(f"priority is {shown(priority)}; allowed are whole numbers: a lower one is more urgent, 0 is usual")
+
+
 @functools.lru_cache(64)
 def _union(ids: tuple[int, ...], more: frozenset[int]) -> frozenset[int]:
-    """One for all requests that want the same."""
+    """One set for all requests with the same arguments."""
     return more.union(ids)

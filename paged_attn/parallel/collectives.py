@@ -1,4 +1,4 @@
-"""Sums and concatenations over ranks, as ops that Dynamo traces, Inductor knows, and CUDA graphs record."""
+"""All-reduce, broadcast and all-gather, as ops that Dynamo traces, Inductor knows, and CUDA graphs record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def all_reduce(partial: Tensor, group: str) -> Tensor:
 
 
 def broadcast_from_first(tensor: Tensor, group: str) -> Tensor:
-    """The first rank's tensor."""
+    """The first rank's tensor, on every rank."""
     received: Tensor = _ops.wait_tensor(_ops.broadcast(tensor.contiguous(), 0, group))
     return received
 

@@ -1,4 +1,4 @@
-"""Where `first_rank_leads` was before: take it from `paged_attn`."""
+"""The former location of `first_rank_leads`: import it from `paged_attn` instead."""
 
 from __future__ import annotations
 

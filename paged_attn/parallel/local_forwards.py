@@ -1,4 +1,4 @@
-"""What each style of transformers' tensor parallelism computes, on a rank's own tensors and with ops that can be traced and captured."""
+"""The forward for each style of transformers' tensor parallelism, on a rank's own tensors, with traceable collectives."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ AS_IT_IS = {"colwise", "packed_colwise", "replicated_with_grad_allreduce", "repl
 
 
 def local_forward(name: str, module: nn.Module, style: str, ranks: Ranks, cut: bool) -> Forward:
-    """The forward of a module whose parameters are a rank's own.
+    """The forward of a module with a rank's own parameters.
 
     Args:
-        style: as `Plan.styles` calls it.
+        style: the module's style in `Plan.styles`.
         cut: whether any of the module's parameters is a shard.
 
     Raises:
-        UnsupportedError: a style, or a style for such a module, that is not known.
+        UnsupportedError: the style is not known, or not for such a module.
     """
     whole = types.MethodType(type(module).forward, module)
     if style in AS_IT_IS and not (cut and isinstance(module, nn.Embedding)):
@@ -57,13 +57,13 @@ def local_forward(name: str, module: nn.Module, style: str, ranks: Ranks, cut: b
 
 
 def equal_on_all_ranks(forward: Forward, ranks: Ranks) -> Forward:
-    """`forward` with the first rank's result on all of them."""
+    """`forward` with the first rank's result on all ranks."""
     group = ranks.name
     return lambda *args, **kwargs: broadcast_from_first(forward(*args, **kwargs), group)
 
 
 def _as_it_is(whole: Forward) -> Forward:
-    """A function of this file, so that the cache of graphs knows that the forward is ours."""
+    """Wrap a forward in a function of this file, so that the graph cache recognizes it as ours."""
     return lambda *args, **kwargs: whole(*args, **kwargs)
 
 

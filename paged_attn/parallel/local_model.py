@@ -1,4 +1,4 @@
-"""A sharded model as a rank's own modules: plain parameters and forwards with collectives, for as long as an engine serves it."""
+"""Serves a sharded model as a rank's own modules: plain parameters, and forwards with collectives, until the engine is closed."""
 
 from __future__ import annotations
 

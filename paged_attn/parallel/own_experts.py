@@ -14,9 +14,8 @@ class OwnExperts:
     """A slice of every expert. The module's forward is `summed`.
 
     Attributes:
-        forward: what this rank computes, of a token and its experts; the ranks' results are parts of a sum. While a model is traced,
-            another function stands there.
-        group: the ranks' name for functional collectives.
+        forward: this rank's part of the sum over ranks. Replaced by another function while a model is traced.
+        group: the name of the process group, for functional collectives.
     """
 
     def __init__(self, forward: Callable[..., Tensor], group: str) -> None:
@@ -28,8 +27,8 @@ class OwnExperts:
 
 
 class WholeExperts(OwnExperts):
-    """`count` experts from `first` on, of `total`. `forward` is given ids that are counted from the first; from `count` on they are other
-    ranks' experts, which it leaves out."""
+    """`count` experts of `total`, starting with `first`. `forward` takes ids relative to `first`; ids from `count` on are other ranks'
+    experts, which it skips."""
 
     def __init__(self, forward: Callable[..., Tensor], group: str, first: int, count: int, total: int) -> None:
         super().__init__(_without_others(forward, count), group)
@@ -48,5 +47,5 @@ def own_experts(module: nn.Module) -> OwnExperts | None:
 
 
 def _without_others(forward: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
-    """transformers' forwards know one id beyond the experts, and some compute an expert for it, and rely on its weight being 0."""
+    """transformers' forwards accept one id beyond the experts; some compute an expert for it and rely on its weight being 0."""
     return lambda x, ids, weights: forward(x, ids.clamp(max=count), weights.masked_fill(ids >= count, 0.0))

@@ -12,7 +12,7 @@ from torch import nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 
-ADVICE = "load it with transformers' tp_plan, and its ep_plan if experts shall be whole, over all ranks"
+ADVICE = "load it with transformers' tp_plan, and its ep_plan if experts stay whole, over all ranks"
 EXPERT_PARALLEL = "ep_dispatch_experts"
 SENDING_KERNEL = "deepgemm_megamoe"
 SUMMING = ("auto", "all_reduce")  # ways to bring tokens to experts: every rank has all tokens, and the ranks' results are added up

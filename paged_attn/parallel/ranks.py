@@ -1,4 +1,4 @@
-"""The processes that run one sharded model: what they must agree on, and how they find out that they do not."""
+"""The ranks of one sharded model: agreeing on numbers and steps, and detecting divergence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _controls: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = wea
 
 
 class DivergedError(RuntimeError):
-    """The ranks of a sharded model were about to compute different things. No rank goes on."""
+    """The ranks of a sharded model were about to compute different things. No rank continues."""
 
 
 class Ranks:
@@ -31,8 +31,8 @@ class Ranks:
         group: the ranks that hold the shards.
 
     Attributes:
-        rank, size: this process's place in the group, and how many there are.
-        name: of the group, as functional collectives take it.
+        rank, size: this process's rank in the group, and the number of ranks.
+        name: the group's name, for functional collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -40,7 +40,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         members = dist.get_process_group_ranks(group)
         self.leader = members[0]
-        if group not in _controls:  # one for all engines: making and ending one takes all ranks
+        if group not in _controls:  # one for all engines: creating and destroying one involves all ranks
             _controls[group] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         self._control = _controls[group]
 
@@ -67,8 +67,8 @@ class Ranks:
         self._compare("the engine's settings", settings.encode())()
 
     def compare_step(self, requests: RequestColumns) -> Callable[[], None]:
-        """Ask whether every rank is about to compute the same tokens at the same places. Call what this returns before computing them: it
-        waits for the answer, and raises DivergedError, on every rank, if it is no."""
+        """Start to compare the next step over all ranks. Call the returned function before computing it: it waits for the result, and
+        raises DivergedError, on every rank, if the steps differ."""
         return self._compare("the next step", _signature(requests))
 
     def _compare(self, what: str, data: bytes) -> Callable[[], None]:
@@ -98,12 +98,12 @@ class Ranks:
             ) from error
 
     def take_first(self, tensor: Tensor) -> None:
-        """Write the first rank's numbers over everyone's; on a GPU that is enqueued and not waited for."""
+        """Overwrite the tensor on all ranks with the first rank's; on a GPU this is enqueued, and nothing waits for it."""
         dist.broadcast(tensor, self.leader, group=self.group)
 
 
 def _signature(columns: RequestColumns) -> bytes:
-    """All that a step depends on, apart from pages before a request's last one: those were in the signatures of earlier steps."""
+    """Everything that a step depends on, except pages before a request's last one, which were in the signatures of earlier steps."""
     last_pages = columns.page_table[np.arange(len(columns)), columns.num_pages - 1]
     if columns.group_tables is not None:
         last_pages = np.append(last_pages, columns.group_tables[:, np.arange(len(columns)), columns.num_pages - 1])

@@ -1,4 +1,4 @@
-"""Sharding a model that every rank has loaded whole, by the plans that transformers has for it."""
+"""Shards a model that every rank has loaded whole, by transformers' plans for it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from paged_attn.parallel.plan import EXPERT_PARALLEL, merged_rules, pattern_of
 
 
 def shard(model: Any, device: torch.device | str | None = None, expert_parallel: bool = False) -> Any:
-    """Keep of each weight what the model's plans give to this rank, over all ranks of the process group; returns the model.
+    """Keep only this rank's part of each weight, by the model's plans over all ranks of the process group; returns the model.
 
-    For a model that every rank holds whole (made from a config, or small); `from_pretrained(distributed_config=...)` reads shards alone.
+    For a model that every rank holds whole (made from a config, or small); `from_pretrained(distributed_config=...)` reads only shards.
     Calls of the sharded model go through transformers' own hooks until an engine serves it. With one rank nothing is sharded.
 
     Args:
         model: a PreTrainedModel, the same on all ranks; it is changed.
-        device: where the shards shall lie; default: where the model is.
-        expert_parallel: each rank has some experts whole, as the model's `ep_plan` says, and of all else what its `tp_plan` says: set
-            `model.tp_plan = {}` to leave that whole. Without, a slice of each expert, as of all else.
+        device: for the shards; default: the model's.
+        expert_parallel: each rank has some whole experts, by the model's `ep_plan`, and everything else is sharded by its `tp_plan` (set
+            `model.tp_plan = {}` to leave that whole). Otherwise experts are sliced like everything else.
 
     Raises:
         RuntimeError: no process group; run the script with torchrun and call torch.distributed.init_process_group.
@@ -47,9 +47,9 @@ def shard(model: Any, device: torch.device | str | None = None, expert_parallel:
 
 
 def distributed_config(ranks: int, expert_parallel: bool) -> Any:
-    """transformers' DistributedConfig for the plans of a model over all ranks: `tp_plan`, and with `expert_parallel` `ep_plan`, too.
+    """transformers' DistributedConfig for a model's plans over all ranks: `tp_plan`, and with `expert_parallel` also `ep_plan`.
 
-    Up to transformers 5.19 `ep_plan` then stands alone, and what it does not name is whole on all ranks.
+    Up to transformers 5.19 `ep_plan` then replaces `tp_plan`, and modules that it does not name are whole on all ranks.
     """
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -83,7 +83,7 @@ def _distribute(model: Any, size: int, target: torch.device, expert_parallel: bo
     model.to(target)
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
-    if tied:  # transformers cuts them one by one, and ties after that
+    if tied:  # transformers shards them separately, and ties them afterwards
         head.weight = nn.Parameter(table.weight.detach(), requires_grad=table.weight.requires_grad)
     _apply_plans(model, mesh, expert_parallel)
     model._device_mesh, model._tp_size = mesh, size

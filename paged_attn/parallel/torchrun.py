@@ -1,4 +1,4 @@
-"""Processes that torchrun started: how many there are, which one this is, and how they come together."""
+"""Processes started by torchrun: how many there are, which one this is, and how they form a process group."""
 
 from __future__ import annotations
 

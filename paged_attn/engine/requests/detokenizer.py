@@ -20,10 +20,10 @@ class TokenDecoder(Protocol):
 
 
 class MarkedDecoder:
-    """A `TokenDecoder` that leaves special tokens in the text which its tokenizer would skip.
+    """A `TokenDecoder` that keeps some special tokens in the text that its tokenizer would skip.
 
     Args:
-        kept: ids of special tokens that stay.
+        kept: ids of these special tokens.
     """
 
     def __init__(self, tokenizer: Any, kept: frozenset[int]) -> None:
@@ -44,13 +44,13 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 class WholeText:
-    """One request's output text, decoded when it ends: for those who read it only then, and wait for no stop string.
+    """One request's output text, decoded when it ends: for requests that do not stream and have no stop strings.
 
-    Looks like an `IncrementalDetokenizer` whose pieces are all empty but the last.
+    Has the interface of an `IncrementalDetokenizer` whose pieces are all empty except the last.
 
     Args:
         tokenizer: anything with `decode(ids, skip_special_tokens=...)`; None gives empty text.
-        token_ids: the request's own list, which grows; what it holds now is the prompt.
+        token_ids: the request's own list, which grows; now it holds the prompt.
         skip_special_tokens: leave special tokens out of the text.
     """
 
@@ -79,16 +79,16 @@ class IncrementalDetokenizer:
     """One request's output text, as it grows.
 
     Without stop strings the returned pieces join to `tokenizer.decode(all_ids, skip_special_tokens=...)`, for
-    byte-level and for sentencepiece-like tokenizers. (Byte fallback alone turns characters back into U+FFFD when an
-    invalid byte follows them; what was released stays.) Each token decodes a short window, never the whole text.
+    byte-level and for sentencepiece-like tokenizers. (Only byte fallback turns characters back into U+FFFD when an
+    invalid byte follows them; released text stays.) Each token decodes a short window, never the whole text.
 
     Args:
         tokenizer: anything with `decode(ids, skip_special_tokens=...)`; None gives empty text always.
-        stop: non-empty strings. The first to be complete ends the text just before it; of those complete at the same
-            character the longest counts. How the text is cut into tokens makes no difference.
+        stop: non-empty strings. The first to be complete ends the text just before it; if several are complete at the same
+            character, the longest counts. How the text is split into tokens makes no difference.
         skip_special_tokens: leave special tokens out of the text.
         include_stop: the text ends just after the stop string.
-        min_tokens: a stop string that is complete before there are so many tokens is text like any other.
+        min_tokens: a stop string that is complete before there are this many tokens is ordinary text.
 
     Raises:
         ValueError: an empty stop string, or stop strings without a tokenizer.
@@ -113,9 +113,9 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._skip_special_tokens = skip_special_tokens
-        self._include_stop, self._left = include_stop, min_tokens
-        self._window: list[int] = []  # the tokens decoded again each time; what precedes them is done with
-        self._boundary = 0  # tokens of the window that ended in a complete character when they were last
+        self._include_stop, self._tokens_before_stop = include_stop, min_tokens
+        self._window: list[int] = []  # the tokens decoded again each time; earlier tokens are not needed any more
+        self._boundary = 0  # how many tokens of the window ended in a complete character
         self._window_text = ""
         self._passed = 0  # characters of the window's text that went on to the stop search
         self._held = ""  # text that may begin a stop string
@@ -139,7 +139,7 @@ class IncrementalDetokenizer:
             raise RuntimeError(f"append: got token {token_id} after {reason}; allowed: none; make a new detokenizer")
         if self._tokenizer is None:
             return ""
-        self._left -= 1
+        self._tokens_before_stop -= 1
         self._window.append(token_id)
         text = self._decode(self._window)
         if text == self._window_text and self._is_inert(token_id):
@@ -179,11 +179,12 @@ class IncrementalDetokenizer:
         return text
 
     def _is_inert(self, token_id: int) -> bool:
-        """Skipped special and unknown tokens. Twice, because a lone sentencepiece space decodes to nothing too."""
+        """Whether a token never gives text: skipped special and unknown tokens. A pair is decoded, because a lone sentencepiece space
+        decodes to nothing too."""
         return self._decode([token_id, token_id]) == ""
 
     def _restart_window(self, start: int) -> None:
-        """Drop the first tokens; decoders that treat the first token specially then do so before and after alike."""
+        """Drop the first tokens. Decoders that treat the first token specially do so for the old and the new window alike."""
         if start == 0:
             return
         unpassed = len(self._window_text) - self._passed
@@ -196,7 +197,11 @@ class IncrementalDetokenizer:
 
     def _release(self, fresh: str) -> str:
         text = self._held + fresh
-        hits = [] if self._left > 0 else [(at + len(stop), at, stop) for stop in self._stop if (at := self._find(stop, text)) >= 0]
+        hits = (
+            []
+            if self._tokens_before_stop > 0
+            else [(at + len(stop), at, stop) for stop in self._stop if (at := self._find(stop, text)) >= 0]
+        )
         if hits:
             end, at, self.stopped = min(hits)
             text, self._held = text[: end if self._include_stop else at], ""
@@ -208,7 +213,7 @@ class IncrementalDetokenizer:
         return text
 
     def _find(self, stop: str, text: str) -> int:
-        """Where it ends in what is not held: what is has been searched, or came before `min_tokens`."""
+        """Search for a stop string that ends after the held text, which has been searched or came before `min_tokens`."""
         return text.find(stop, max(len(self._held) - len(stop) + 1, 0))
 
     def _length_of_stop_prefix(self, text: str) -> int:

@@ -1,4 +1,4 @@
-"""One request on its way through the engine."""
+"""One request: its tokens, pages and sampling state."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class TokenTexts:
         self._known: dict[int, str] = {}
 
     def __call__(self, token_id: int) -> str:
-        """A token's text with its leading space; `token_id:N` for one that is no whole text, such as a part of a character."""
+        """A token's text with its leading space; `token_id:N` for one that is not a whole text, such as a part of a character."""
         if token_id not in self._known:
             self._known[token_id] = self._read(token_id)
         return self._known[token_id]
