@@ -24,7 +24,7 @@ _R = TypeVar("_R")
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside, this device is the current one; nothing happens where it is no CUDA device, or none has been used yet."""
+    """Inside, this device is the current one; nothing happens where it is not a CUDA device, or none has been used yet."""
     return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.is_initialized() else _NOTHING
 
 

@@ -16,7 +16,7 @@ MODEL_ERRORS = (RuntimeError, ValueError, LookupError, ArithmeticError, Assertio
 def model_code(finding: Callable[[str], Exception]) -> Iterator[None]:
     """Inside, what the code raises becomes `finding("TypeError: ...")`.
 
-    A refusal stays what it is, and so does a device without room: that is no property of the model, and would be remembered as one.
+    A refusal stays what it is, and so does a device without room: that is not a property of the model, and would be remembered as one.
     """
     try:
         yield

@@ -12,7 +12,7 @@ MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class RefusedFileError(OSError):
-    """A file or folder that somebody else may have written, or that is no file, or too large."""
+    """A file or folder that others could have written, that is not a regular file, or that is too large."""
 
 
 def make_private_folder(folder: Path) -> None:
@@ -53,14 +53,14 @@ def read_file(path: Path, most_bytes: int, *, is_private: bool = False) -> bytes
         is_private: take only what nobody else can have written, and no link.
 
     Raises:
-        RefusedFileError: it is no file, it is larger than `most_bytes`, or others can write it.
+        RefusedFileError: it is not a file, it is larger than `most_bytes`, or others can write it.
         OSError: it cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if is_private else 0))
     try:
         info = os.fstat(descriptor)
         if not stat.S_ISREG(info.st_mode):
-            raise RefusedFileError(f"{path} is no file, but a {_kind(info.st_mode)}; remove it")
+            raise RefusedFileError(f"{path} is not a file, but a {_kind(info.st_mode)}; remove it")
         if is_private and (info.st_uid not in (os.geteuid(), 0) or (info.st_mode & MAY_WRITE and not _is_own_group(info))):
             raise RefusedFileError(f"{path} may have been written by others (mode {stat.S_IMODE(info.st_mode):o}); remove it")
         if info.st_size > most_bytes:

@@ -1,4 +1,4 @@
-"""Devices in the words of `Capabilities.devices`, and whether Triton is here."""
+"""Devices as named in `Capabilities.devices`, and whether Triton is available."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def checked_device(device: torch.device | str | None) -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device {str(device)!r} is no device; allowed are cpu, cuda and cuda:N") from error
+        raise ValueError(f"device {str(device)!r} is not a device; allowed are cpu, cuda and cuda:N") from error
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"device {str(device)!r} is not supported; allowed are cpu, cuda and cuda:N")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -54,7 +54,7 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes, whoever uses them: of a GPU, or else of this machine."""
+    """Total memory in bytes, of a GPU or else of this machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""Launch a Triton kernel without specialising its arguments again.
+"""Launches a Triton kernel without specializing its arguments again.
 
 `kernel[grid](...)` looks at every argument on every call to find the compiled variant: tens of microseconds for 40 arguments. Here the
 caller names the variant by a key, and after the first call the compiled kernel gets addresses and numbers straight away.

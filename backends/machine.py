@@ -1,4 +1,4 @@
-"""What the GPU and its Triton can do, for those who launch our kernels."""
+"""What the GPU and its Triton support, for launching our kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every backend needs of a machine, whatever kind of operation it computes."""
+"""What backends of every kind of operation may require of a machine."""
 
 from __future__ import annotations
 

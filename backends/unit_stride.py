@@ -1,4 +1,4 @@
-"""What kernels take whose last dimension they step through one element at a time."""
+"""Makes tensors contiguous in their last dimension, for kernels that require it."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class CompiledGraph(RewrittenGraph):
         if self.changed_numbers(args):
             raise UnsupportedError(
                 f"since {type(self.model).__name__} was compiled, other numbers were written into a tensor that its attention's mask, "
-                "bias or scale was read from; compile it anew (torch._dynamo.reset(), torch.compile)"
+                "bias or scale was read from; compile it again (torch._dynamo.reset(), torch.compile)"
             )
         return self.run_paged(context, args)
 

@@ -1,4 +1,4 @@
-"""`paged_attn.forward_context`: the public way into a step."""
+"""`paged_attn.forward_context`: the public API for running a step."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def asked() -> bool | None:
 
 
 def bar(iterable: Iterable[Any] | None = None, *, what: str, unit: str, total: int | None = None, delay: float = 0.0) -> Any:
-    """A tqdm bar, which counts what is iterated or what its `update` is told; it vanishes when it is done.
+    """A tqdm bar, which counts iterations or what `update` is given; it vanishes when it is done.
 
     Args:
         delay: seconds before it is drawn, so that short work draws none.

@@ -71,12 +71,12 @@ def _prove(graph: fx.Graph, facts: Facts) -> str:
             facts.baked |= facts.values.read - ({proof.function.sinks} if isinstance(proof, AttentionProof) else set())
         read |= facts.values.read
     facts.values.read |= read
-    anew = sum(isinstance(proof, Recomputable) for proof in facts.proofs)
-    return f"{len(facts.proofs) - anew} proved" + (f", {anew} to be evaluated anew on all tokens" if anew else "")
+    recomputed = sum(isinstance(proof, Recomputable) for proof in facts.proofs)
+    return f"{len(facts.proofs) - recomputed} proved" + (f", {recomputed} recomputed from all tokens" if recomputed else "")
 
 
 def _proof_of(prover: Prover, site: AttentionSite) -> AttentionProof | DualChunkProof | Recomputable:
-    """Its proof, or why it has none and must be evaluated anew on all tokens of each request."""
+    """Its proof, or why it has none and must be recomputed from all tokens of each request."""
     try:
         return prover.prove(site)
     except Recomputable as reason:

@@ -1,4 +1,4 @@
-"""Attentions that were found and proved become ops, layer by layer."""
+"""Replaces proved attentions by ops, layer by layer."""
 
 from __future__ import annotations
 

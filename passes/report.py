@@ -26,7 +26,7 @@ from paged_attn.passes.replace.operand_layout import Operand
 class LayerReport:
     """One line of `explain`: the spec, how the attention was found and proved, and the nodes before and after.
 
-    operands: where query, key and value come from in the traced graph; none where they are no mere change of layout of its values.
+    operands: where query, key and value come from in the traced graph; none where they are not a mere change of layout of its values.
     """
 
     layer_id: int
@@ -80,7 +80,7 @@ class Facts:
         latents: of each site that keeps a latent, its maps; of one that looks like it, why it does not; by the place of the site.
         sites: every attention, once it was found; those that a later pass replaced are in `result.layers`.
         proofs: of each site, why it may be replaced and by what.
-        choose_experts: names what shall compute a layer of experts; None where nobody can.
+        choose_experts: names the backend that computes a layer of experts; None if there is none.
     """
 
     original: fx.Graph

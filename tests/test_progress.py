@@ -71,7 +71,7 @@ def test_progress_is_yes_no_or_none_and_a_wrong_one_leaves_no_request(llm: LLM) 
     assert not llm.engine.has_work and not llm._inboxes
     with progress(True):
         with progress(None):
-            assert bar(what="x", unit="y").disable is True  # stderr is no terminal here
+            assert bar(what="x", unit="y").disable is True  # stderr is not a terminal here
         assert bar(what="x", unit="y").disable is False
     assert bar(what="x", unit="y").disable is True
 

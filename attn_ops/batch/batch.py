@@ -240,7 +240,7 @@ def _refuse(requests: Sequence[BatchRequest], page_size: int) -> NoReturn:
 
 
 def _refuse_extensions(requests: Sequence[BatchRequest], shape: StepShape) -> NoReturn:
-    """Raises ValueError for the first request that is no decode step with one logit."""
+    """Raises ValueError for the first request that is not a decode step with one logit."""
     for index, request in enumerate(requests):
         if len(request.tokens) != 1 or request.num_cached < 1 or request.num_logits != 1:
             raise ValueError(

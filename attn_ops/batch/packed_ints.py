@@ -55,7 +55,7 @@ class PackedInts:
     Args:
         int64, int32: size of each field; every field starts at a multiple of ALIGNMENT bytes.
         device: where `to_device` makes a buffer, unless there is one already.
-        into: a buffer of at least `words` of these sizes, at whose start the fields shall lie; its device counts.
+        into: a buffer of at least `words` of these sizes, whose beginning gets the fields; its device is used.
         room: an int32 field takes the place of this many integers at least, so that smaller sizes do not move the next one.
     """
 
@@ -114,7 +114,7 @@ def write_joined(target: NDArray[Any], rows: Sequence[Sequence[int]], what: str)
     """Write rows of integers (lists, tuples, ranges, bytes, arrays) to `target`, int32 or int64 [all their elements], one after another.
 
     Raises:
-        ValueError: something that is no integer, or does not fit; the message names its row.
+        ValueError: something that is not an integer, or does not fit; the message names its row.
     """
     try:
         if _PLAIN.issuperset(map(type, rows)):

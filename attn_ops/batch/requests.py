@@ -76,8 +76,8 @@ class RequestColumns:
         """`requests` itself, if it is one.
 
         Raises:
-            TypeError: something else than BatchRequests, or one whose tokens or pages are no sequence.
-            ValueError: something that is no integer, or does not fit.
+            TypeError: something else than BatchRequests, or one whose tokens or pages are not sequences.
+            ValueError: something that is not an integer, or does not fit.
         """
         if isinstance(requests, RequestColumns):
             return requests
@@ -122,7 +122,7 @@ class RequestColumns:
 
 
 def _integers(*rows: Sequence[Any]) -> NDArray[np.int64]:
-    """[rows, requests]; by struct, which refuses what is no integer and takes a third of numpy's time."""
+    """[rows, requests]; by struct, which refuses what is not an integer and takes a third of numpy's time."""
     try:
         packed = struct.pack(f"{len(rows) * len(rows[0])}q", *chain.from_iterable(rows))
     except struct.error:
@@ -132,7 +132,7 @@ def _integers(*rows: Sequence[Any]) -> NDArray[np.int64]:
 
 
 def _refuse_others(requests: Any) -> None:
-    """Raises TypeError for the first that is no request; for tests of shapes that have failed already."""
+    """Raises TypeError for the first that is not a request; for tests of shapes that have failed already."""
     if isinstance(requests, BatchRequest) or not isinstance(requests, Sequence):
         raise TypeError(f"the requests of a batch are a {type(requests).__name__}; allowed: a list of BatchRequest(tokens, pages, ...)")
     for index, request in enumerate(requests):

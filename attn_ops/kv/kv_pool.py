@@ -61,7 +61,7 @@ class KVPool:
         self._divide()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Views are made anew: a copy of each would hold all of the memory, and none would be that of the others."""
+        """Views are recreated: a copy of each would hold all of the memory, and none would be that of the others."""
         return {name: value for name, value in vars(self).items() if name not in ("parts", "_keys", "_values")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

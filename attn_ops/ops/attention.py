@@ -1,6 +1,6 @@
 """`torch.ops.paged_attn.unified_attention_with_output`: the one op that a rewritten graph calls for attention.
 
-It mutates `output` (and `lse_out` where given) alone; pools, batch and plan come from the thread's forward context and are
+It mutates only `output` (and `lse_out` if given); pools, batch and plan come from the thread's forward context and are
 never graph inputs, because a pool that is a graph input is copied by functionalisation or breaks CUDA graphs.
 """
 

@@ -1,6 +1,6 @@
-"""`torch.ops.paged_attn.dual_chunk_attention_with_output`: attention whose queries are rotated otherwise for each distance of chunks.
+"""`torch.ops.paged_attn.dual_chunk_attention_with_output`: attention whose queries are rotated differently for each chunk distance.
 
-It mutates `output` alone. Keys and values go to the pool as those of any attention. The backend attends three times, to the query's own
+It mutates only `output`. Keys and values go to the pool as those of any attention. The backend attends three times, to the query's own
 chunk, to the one before and to all before that; the results are merged by their log-sum-exps, which is one softmax over all keys.
 """
 

@@ -1,4 +1,4 @@
-"""What the batch says of each row, for models that count tokens themselves.
+"""Ops that give each row's numbers from the batch, for models that count tokens themselves.
 
 `torch.ops.paged_attn.batch_positions_with_output`: its position, for models that take no position_ids.
 `torch.ops.paged_attn.request_lengths_with_output`: how many tokens its request has, for rotary embeddings whose frequencies follow the

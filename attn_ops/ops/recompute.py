@@ -1,6 +1,6 @@
-"""`torch.ops.paged_attn.recompute_attention_with_output`: attention that is evaluated anew on all tokens of every request.
+"""`torch.ops.paged_attn.recompute_attention_with_output`: attention that is recomputed from all tokens of every request.
 
-It mutates `output` alone. What the new tokens give to the layer is stored in its pages; then each request's tokens, old and new, are
+It mutates only `output`. What the new tokens give to the layer is stored in its pages; then each request's tokens, old and new, are
 gathered, and the layer's program (`RecomputeSpec`) runs on them. The cost of a step is that of running the whole request once more.
 """
 

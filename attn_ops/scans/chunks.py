@@ -1,4 +1,4 @@
-"""Cuts requests of any length into chunks of one size; a recurrence goes from chunk to chunk, all requests side by side."""
+"""Cuts requests of any length into chunks of one size; a recurrence proceeds from chunk to chunk, for all requests in parallel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gated delta rule: S decays, forgets what it gives for a key, and learns the value instead; a query reads it.
+"""The gated delta rule: S decays, replaces what it returns for a key by the value; a query reads it.
 
 S = exp(g) S; S = S + k (beta (v - S^T k))^T; output = S^T q / sqrt(K), for every token, with S [K, V] of each head.
 """

@@ -1,4 +1,4 @@
-"""The spec of attention that is evaluated anew on all tokens of a request: values per token in pages, and a program over them."""
+"""The spec of attention that is recomputed from all tokens of a request: values per token in pages, and a program over them."""
 
 from __future__ import annotations
 

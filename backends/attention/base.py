@@ -26,7 +26,7 @@ class AttentionCall:
 
     query [T, q_heads, qk_dim], key [T, kv_heads, qk_dim], value [T, kv_heads, v_dim], any strides; output [T, q_heads, v_dim];
     sinks [q_heads] or None; lse_out [T, q_heads] float32 or None; bias [q_heads, N] or None, read as `spec.bias_index` says.
-    If another op wrote this step's K and V (save_kv_cache=False), only the pool has them: key is then not rotated.
+    If another op wrote this step's K and V (save_kv_cache=False), only the pool has them, and `key` is not rotated.
     """
 
     layer_id: int
@@ -43,20 +43,20 @@ class AttentionCall:
 class AttentionBackend(ABC):
     """Runs every attention layer of a step. Optional packages are imported in `__init__`, whose ImportError holds the install line.
 
-    A backend writes only `output` (and lse_out) of a call, all T rows of it: rows from `batch.num_tokens` on are zeros, and no padded
+    A backend writes only a call's `output` (and `lse_out`), all T rows of it: rows from `batch.num_tokens` on are zeros, and no padded
     row or unused page may influence a real one.
 
     Args:
-        deterministic: a row's result must be bitwise the same whatever else is in the batch (batch-invariant kernels); asked only of
-            backends whose capabilities hold Feature.DETERMINISTIC.
+        deterministic: a row's result must be bitwise the same whatever else is in the batch (batch-invariant kernels); only for backends
+            whose capabilities include Feature.DETERMINISTIC.
 
     Raises:
-        UnsupportedError: deterministic=True for any other backend.
+        UnsupportedError: deterministic=True without that feature.
     """
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
-    compiles_ahead: ClassVar[bool] = False  # all that `plan`, `plan_in_graph` and `forward` launch goes through `backends.compiling`
+    compiles_ahead: ClassVar[bool] = False  # whether all launches of `plan`, `plan_in_graph` and `forward` go through `backends.compiling`
 
     def __init__(self, *, deterministic: bool = False) -> None:
         if deterministic and Feature.DETERMINISTIC not in self.capabilities.features:
@@ -66,11 +66,11 @@ class AttentionBackend(ABC):
         self.deterministic = deterministic
 
     def compiles_steps_ahead(self, mode: ForwardMode) -> bool:
-        """`compiles_ahead` of what serves such steps."""
+        """`compiles_ahead` of the backend that runs steps of this mode."""
         return self.compiles_ahead
 
     def while_compiling_ahead(self) -> Backend:
-        """What runs such steps on fake tensors: this one, or what is left of it without kernels that fake tensors cannot be given."""
+        """The backend that runs such steps on fake tensors: this one, or one without the kernels that do not accept fake tensors."""
         return self
 
     @abstractmethod
@@ -78,51 +78,51 @@ class AttentionBackend(ABC):
         """Host work, once per step and never per layer. Must not wait for the device."""
 
     def plan_in_graph(self, plan: Any) -> None:  # noqa: B027 (a hook)
-        """Device work of static shape, once per step after `plan`, that a captured graph may hold; nothing by default."""
+        """Device work of static shape, once per step after `plan`, which captured graphs may contain; nothing by default."""
 
     def graph_support(self) -> GraphSupport:
-        """Which decode steps a captured graph may hold; at most what the capabilities say.
+        """Which decode steps captured graphs may contain; at most what the capabilities allow.
 
-        The graph of R decode requests holds `plan_in_graph` and `forward`; `plan` ran before it. It is replayed for any R requests, dummies
-        with one token in page 0 among them, in the same tensors of the batch. Its plan must live as long as it does, and one
-        run outside the capture must have compiled what it needs. All that `forward` may take from host lengths is what `plan` took, and
-        that must hold for every batch of the variant (see `graph_lengths`). `page_table` has its full width, and stale ids in what a
+        The graph of R decode requests contains `plan_in_graph` and `forward`; `plan` runs before the capture. It is replayed for any R
+        requests, including dummies with one token in page 0, in the same tensors of the batch. Its plan must live as long as the graph, and
+        one run before the capture must have compiled everything. `forward` may use host lengths only through `plan`, and these must be
+        valid for every batch of the variant (see `graph_lengths`). `page_table` has its full width, with stale ids in columns that a
         request does not use.
         """
         return self.capabilities.graphs.get("decode", GraphSupport.NEVER)
 
     def for_graph(self, max_requests: int, max_pages: int) -> AttentionBackend:
-        """The backend that the graph of `max_requests` decode requests plans and runs with; by default this one.
+        """The backend that plans and runs the graph of `max_requests` decode requests; by default this one.
 
-        `max_pages` counts the pages of all requests together, each as often as it is listed: `max_requests` times the width of the page
-        table is always enough.
+        `max_pages` counts the pages of all requests, shared ones repeatedly: `max_requests` times the width of the page table is always
+        enough.
         """
         return self
 
     def refresh(self, plan: Any, batch: Batch) -> None:  # noqa: B027 (a hook)
         """Host work before each replay of a graph that was captured with `plan`; nothing by default.
 
-        `batch` has the step's own host lengths, as many requests as the graph, dummies included, and the graph's tensors, already filled
-        on the current stream, on which the graph is replayed next. Must not wait for the device.
+        `batch` has the step's host lengths, as many requests as the graph (including dummies), and the graph's tensors, already filled on
+        the current stream, on which the graph is replayed next. Must not wait for the device.
         """
 
     def graph_lengths(self, requests: int, max_context: int, pool: KVPool) -> tuple[int, ...]:
-        """Host lengths to capture at, of every request alike; each makes one graph, and `graph_variant` says which of them serves a batch.
+        """Host lengths to capture with, the same for every request; each gives one graph, and `graph_variant` picks one for a batch.
 
-        By default `max_context`, the most tokens that a request may ever have, because what a kernel takes from host lengths must hold for
-        all batches to come.
+        By default `max_context`, the most tokens that a request can have, because what a kernel derives from host lengths must be valid for
+        all later batches.
         """
         return (max_context,)
 
     def graph_variant(self, batch: Batch, pool: KVPool) -> int:
-        """The index in `graph_lengths(batch.num_requests, ...)` of the graph that is fastest for a batch, dummies included."""
+        """The index in `graph_lengths(batch.num_requests, ...)` of the fastest graph for a batch, including dummies."""
         return 0
 
     def forward(
         self, plan: Any, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
         *, save_kv_cache: bool, sinks: Tensor | None = None, bias: Tensor | None = None, lse_out: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Store K and V if asked, attend with the kernel of the batch's mode, and zero the padded rows."""
+        """Store K and V if `save_kv_cache`, attend with the kernel for the batch's mode, and zero the padded rows."""
         call = AttentionCall(layer_id, spec, query, key, value, output, sinks, lse_out, bias)
         batch: Batch = plan.batch
         if save_kv_cache:
@@ -134,13 +134,13 @@ class AttentionBackend(ABC):
         zero_padding(batch, output, lse_out)
 
     def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether prompts of latent layers shall come to `forward` with keys and values made of their rows, as layers of `spec`, or of
-        one that is not causal, in a pool with pages of one token, with log-sum-exps; and not go to PyTorch's attention."""
+        """Whether `forward` runs prompts of latent layers with keys and values computed from the rows, instead of PyTorch's attention. The
+        layers have `spec`, or a spec that is not causal, with log-sum-exps, and the pool has pages of one token."""
         return False
 
     def forward_latent(self, context: ForwardContext, call: LatentCall) -> None:
-        """A latent layer of the step, for backends with Feature.MLA: what `forward` is then given is one KV head of rows, whose values are
-        the first `spec.rank` elements of their keys, in the pool as well. Batch-invariant backends attend to rows alone."""
+        """Run a latent layer, for backends with Feature.MLA. `forward` then gets one KV head of rows, whose values are the first
+        `spec.rank` elements of their keys, also in the pool. Batch-invariant backends attend only to rows."""
         attend_to_latents(self, context, call, always_absorbed=self.deterministic)
 
     @abstractmethod
@@ -157,7 +157,7 @@ class AttentionBackend(ABC):
 
 
 class StoringBackend(AttentionBackend):
-    """Base of backends without a kernel of their own for the KV write. Decode steps are one more extension unless they say otherwise."""
+    """Base of backends without their own kernel for the KV write. By default decode steps run as extend steps."""
 
     def write_kv(self, plan: Any, call: AttentionCall) -> None:
         store_kv(plan.pool, call.layer_id, call.key, call.value, plan.batch)
@@ -175,7 +175,7 @@ def zero_padding(batch: Batch, output: Tensor, lse_out: Tensor | None) -> None:
 
 
 def slopes_of(spec: AttentionSpec, device: torch.device) -> Tensor | None:
-    """[q_heads] float32, or None without ALiBi. To be kept per layer: making it copies from the host."""
+    """[q_heads] float32, or None without ALiBi. Keep the result for each layer: creating it copies from the host."""
     if spec.alibi_slopes is None:
         return None
     return torch.tensor(spec.alibi_slopes, dtype=torch.float32).to(device, non_blocking=True)

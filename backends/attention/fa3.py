@@ -126,7 +126,7 @@ class FA3Backend(StoringBackend):
         return Layer(pool.key(index)[..., rank:], pool.value(index), settings, rank)
 
     def _zeros_for(self, batch: Batch) -> Tensor:
-        """[R] int32 zeros. Not made anew in each step, because a captured graph keeps the address."""
+        """[R] int32 zeros. Not created in each step, because a captured graph keeps the address."""
         if not self._zeros or self._zeros[-1].shape[0] < batch.num_requests or self._zeros[-1].device != batch.seq_lens.device:
             self._zeros.append(batch.seq_lens.new_zeros(max(256, 2 * batch.num_requests)))
         return self._zeros[-1][: batch.num_requests]

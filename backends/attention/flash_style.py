@@ -1,4 +1,4 @@
-"""What the backends around FlashAttention's kernels share: windows, supported layouts, sinks applied afterwards."""
+"""Common code of the FlashAttention backends: windows, supported layouts, sinks applied afterwards."""
 
 from __future__ import annotations
 

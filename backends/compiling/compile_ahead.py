@@ -1,4 +1,4 @@
-"""Triton kernels are compiled by other processes before their first launch, which waits for them.
+"""Compiles Triton kernels in other processes before their first launch, which waits for them.
 
 A kernel takes up to two seconds; launched one after the other, those of one layer of experts took 15 s on one core. Processes, as half of
 that time is Python's, and as two threads of one process that parse at a time make `ast.parse` fail now and then (Python 3.11).

@@ -1,4 +1,4 @@
-"""The contract of a backend for experts, and what one is asked."""
+"""The contract of a backend for experts, and the problem by which one is selected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ExpertsProblem:
     """A layer of experts on a device: a word of `device_word`, and 90 for SM90, None off CUDA.
 
     Attributes:
-        in_rows: w1 [E, n, H] and w2 [E, H, I] lie as they are written, and are no views of transposed ones, or with gate and up apart.
+        in_rows: w1 [E, n, H] and w2 [E, H, I] lie as they are written, and are not views of transposed ones, or with gate and up apart.
     """
 
     spec: ExpertsSpec
@@ -36,9 +36,11 @@ class ExpertsProblem:
 
 
 def odd_widths(problem: ExpertsProblem, alignment: int) -> list[str]:
-    """Reasons against a kernel that reads rows of so many bytes at a time, one for each width that is no multiple of them."""
+    """Reasons against a kernel that reads rows of so many bytes at a time, one for each width that is not a multiple of them."""
     multiple = alignment // problem.dtype.itemsize
-    return [f"a width of {width} is no multiple of {multiple}" for width in (problem.spec.hidden, problem.spec.inner) if width % multiple]
+    return [
+        f"a width of {width} is not a multiple of {multiple}" for width in (problem.spec.hidden, problem.spec.inner) if width % multiple
+    ]
 
 
 class ExpertsBackend(ABC):

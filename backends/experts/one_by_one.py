@@ -1,4 +1,4 @@
-"""Experts one after the other: the truth that the others are compared with, and the usual choice on a CPU."""
+"""Experts one after the other: the reference for the others, and the usual choice on a CPU."""
 
 from __future__ import annotations
 

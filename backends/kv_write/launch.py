@@ -1,4 +1,4 @@
-"""Store a step's new K and V, or latents, in the pool: memory sets the pace."""
+"""Launches the kernels that store a step's new K and V, or latents, in the pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Store a step's new K and V, or rows of latents, in the pool: the one way for every backend that has no kernel of its own for it."""
+"""Stores a step's new K and V, or rows of latents, in the pool, for every backend without its own kernel for that."""
 
 from __future__ import annotations
 

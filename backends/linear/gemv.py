@@ -1,4 +1,4 @@
-"""One row times a weight, at the speed of the memory that the weight lies in.
+"""One row times a weight, limited only by reading the weight.
 
 Each program holds whole rows of the weight in its registers, and asks for them before it waits for the kernel before it, so that weights
 are on their way while that one ends (CUDA programming guide, "Programmatic Dependent Launch and Synchronization"). Sums are in float32.

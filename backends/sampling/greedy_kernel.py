@@ -1,4 +1,4 @@
-"""A logit and its token as one number, so that the largest such number tells of the most likely token, and the first of equals."""
+"""Encodes a logit and its token as one number whose maximum gives the most likely token, the first among equals."""
 
 # mypy: ignore-errors
 

@@ -1,4 +1,4 @@
-"""Tokens drawn from the softmax of each row of logits, after top-k, top-p and min-p, in a dozen short kernels.
+"""Samples tokens from the softmax of each row of logits, after top-k, top-p and min-p, in a dozen short kernels.
 
 To sort 128,256 logits for each of 128 requests takes an H200 3 ms, a third of the step of an 8B model that made them.
 """

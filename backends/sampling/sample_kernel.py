@@ -1,4 +1,4 @@
-"""Which tokens of a row may be drawn, and one of them, without sorting: sums of whole numbers, which are the same in any order.
+"""Finds the tokens of a row that may be sampled, and samples one, without sorting: integer sums do not depend on their order.
 
 A logit's place in the order of numbers is its `key`, 0 to 2^32 - 1. A token's weight is exp((logit - largest) / temperature) in units of
 2^-scale, cut off: equal tokens weigh the same, and no sum is rounded. Top-k and top-p both ask for the least key up to which the tokens

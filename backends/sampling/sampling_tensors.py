@@ -1,4 +1,4 @@
-"""What sampling a token of each row needs to know."""
+"""The sampling settings of a step's rows, on the device."""
 
 from __future__ import annotations
 

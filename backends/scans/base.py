@@ -1,4 +1,4 @@
-"""The contract of a backend for scans on slots of state, and what one is asked."""
+"""The contract of a backend for scans on slots of state, and the problem by which one is selected."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ScansBackend(ABC):
 def run_by_segments(given: Sequence[Tensor], output: Tensor, states: Tensor, extends: Extends, run: Sequences) -> None:
     """`run` for the first segments of all requests, then for the second ones, and so on; mostly there is one.
 
-    A segment starts from what the dtype of `states` has made of the state before it, as whoever starts there does.
+    A segment starts from what the dtype of `states` has made of the state before it, as a request that starts there does.
     """
     now = extends.before(states)
     for wave in extends.waves:

@@ -1,4 +1,4 @@
-"""The float32 truth of `attn_ops/scans/` as it is: right everywhere, and what others are compared with."""
+"""The float32 reference in `attn_ops/scans/` as a backend: runs everywhere, and others are compared with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by the lists of our own backends of an op: look one up by name, say why it does not fit or was not taken."""
+"""Shared by the lists of our own backends of an op: look one up by name, and say why it does not fit or was not selected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order "auto" tries backends, as data: one row per kind of device. What does not fit, `unmet` takes out.
+"""The order in which "auto" tries backends, as data: one row per kind of device. `unmet` removes those that do not fit.
 
 The orders are those that SGLang documents (fa3 on Hopper, trtllm_mha on SM100, otherwise flashinfer, otherwise Triton; torch_native
 on a CPU), continued by what else runs there. Two differences, both on Hopper: our Triton kernels come before flashinfer, which they beat

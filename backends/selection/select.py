@@ -1,4 +1,4 @@
-"""Which backend runs a model: one function for "auto", for a name, and for two names (prefill, decode)."""
+"""Selects the backend that runs a model: one function for "auto", for a name, and for two names (prefill, decode)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ EVERYWHERE = "torch_native"  # runs on any device, and slowly on a GPU
 
 @dataclass(frozen=True)
 class Selection:
-    """The backend that was taken, why, and why each other one was not."""
+    """The selected backend, why it was selected, and why the others were not."""
 
     backend: AttentionBackend
     reason: str
     rejected: dict[str, str]
 
     def describe(self) -> str:
-        """One line; names with the same reason stand together, and backends that this project cannot run anywhere are left out."""
+        """One line that groups names with the same reason and omits backends that this project cannot run anywhere."""
         groups: dict[str, list[str]] = {}
         for name, why in self.rejected.items():
             if name not in UNSUPPORTED:
@@ -82,7 +82,7 @@ def select_for_pool(
 
 
 def pick(required: Requirements, order: Order, broken: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """What "auto" takes, one name or two (prefill, decode), or none; and why those before it in the order do not fit.
+    """The choice of "auto", one name or two (prefill, decode), or none; and why those before it in the order do not fit.
 
     Args:
         broken: names to leave out, and why.
@@ -99,7 +99,7 @@ def pick(required: Requirements, order: Order, broken: Mapping[str, str]) -> tup
 
 
 def why_picked(order: Order, names: Sequence[str]) -> str:
-    """Half a sentence for what `pick` gave."""
+    """The reason for the choice of `pick`, as part of a sentence."""
     why = order.why if not order.fallback or set(names) & set(order.notes) else f"{order.fallback}; nothing that was measured fits"
     if len(names) == 1:
         return f"first that fits every layer in {why}"
@@ -124,7 +124,7 @@ def _automatic(required: Requirements) -> Selection:
 def _first(
     required: Requirements, names: Sequence[str], phases: frozenset[str], broken: Mapping[str, str], rejected: dict[str, str]
 ) -> str | None:
-    """The first that fits in these phases; why those before it do not goes to `rejected`."""
+    """The first backend that fits in these phases; stores in `rejected` why those before it do not."""
     for name in names:
         if name in broken:
             continue
@@ -171,7 +171,7 @@ def split_name(name: str) -> list[str]:
 
 
 def _made(names: Sequence[str], deterministic: bool) -> tuple[list[AttentionBackend], dict[str, str]]:
-    """The backends, and why some cannot be made: a package that is installed, but not for this machine (an ABI, a driver, a library)."""
+    """The backends, and why some cannot be created: a package that is installed but not for this machine (an ABI, a driver, a library)."""
     made, failed = list[AttentionBackend](), dict[str, str]()
     for name in names:
         try:
@@ -202,8 +202,8 @@ def _refusal(required: Requirements, name: str, against: Mapping[str, str]) -> U
 
 
 def serves_latents(name: str, device: torch.device) -> bool:
-    """Asked before a graph is rewritten: whether `backend=name` runs latent attention on a device: every part of the name can; of "auto"
-    one that a CPU takes, or one with kernels for the GPU whose packages are there.
+    """Whether `backend=name` runs latent attention on a device, decided before a graph is rewritten. Every part of the name must; for
+    "auto", a backend for latents in the device's ranking must be usable, on a GPU one with kernels for it.
 
     Raises:
         ValueError: as `select` does for a name.
@@ -217,7 +217,7 @@ def serves_latents(name: str, device: torch.device) -> bool:
 
 
 def _able(capabilities: Capabilities, word: str, architecture: int | None) -> bool:
-    """In all steps: a model that is left with a backend for decode alone finds none."""
+    """Whether it runs latents in all phases: with a backend only for decode, no backend would be found for the model."""
     return (
         Feature.MLA in capabilities.features
         and capabilities.phases == PHASES

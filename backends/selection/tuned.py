@@ -83,10 +83,10 @@ class Entry:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Entry:
-        """Raises KeyError, TypeError, ValueError or AttributeError: it is no entry."""
+        """Raises KeyError, TypeError, ValueError or AttributeError: it is not an entry."""
         for times in (times for phase in PHASE_WORDS for times in data["microseconds"][phase].values()):
             if not all(isinstance(each, float | int | str) for each in times.values()):
-                raise ValueError(f"the times {times} are no numbers")
+                raise ValueError(f"the times {times} are not numbers")
         return cls(Kind(**data["kind"]), data["date"], data["versions"], data["microseconds"], data.get("conditions", {}))
 
 
@@ -101,7 +101,7 @@ def read_entries(path: Path, device_name: str) -> list[Entry]:
     """Entries of a file; none if there is no file or it is of another device.
 
     Raises:
-        UnsupportedError: the file cannot be read, or is no file of `paged-attn tune`.
+        UnsupportedError: the file cannot be read, or is not a file of `paged-attn tune`.
     """
     if not path.exists():
         return []

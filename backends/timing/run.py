@@ -1,4 +1,4 @@
-"""From a pass over all layers, checked, to a `Timing`; what fails becomes a reason."""
+"""Checks and times a pass over all layers; the result is a `Timing`, or the reason of a failure."""
 
 from __future__ import annotations
 

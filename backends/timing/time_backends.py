@@ -1,4 +1,4 @@
-"""Time attention backends side by side: the same inputs, each checked first, in turns, as CUDA graphs.
+"""Times attention backends side by side: the same inputs, each checked first, in turns, as CUDA graphs.
 
     problem = TimedProblem("decode", ((4095, 1),) * 64)
     time_backends({"triton": TritonBackend(), "fa3": FA3Backend()}, problem)["triton"].microseconds

@@ -1,4 +1,4 @@
-"""The name under which a compiled piece is kept: a hash of everything that affects the compiler's result."""
+"""The key of a compiled piece on disk: a hash of everything that affects the compiler's result."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class ArtifactCache:
             reason = str(damage)
         except _UNUSABLE as error:
             reason = f"{type(error).__name__}: {error}"
-        logger.warning("the compiled piece %s cannot be used: %s. It is compiled anew.", path, reason)
+        logger.warning("the compiled piece %s cannot be used: %s. It is compiled again.", path, reason)
         return None
 
     def save(self, key: str, artifact: Artifact, guards: str) -> bool:

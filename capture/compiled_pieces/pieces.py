@@ -47,7 +47,7 @@ class CachedPiece:
 class PieceReport:
     """How many pieces compute something, how many of those differ, how many of these came from disk, and the seconds of it all.
 
-    kept: what `load_pieces` needs in another process; None if some piece can only be compiled anew.
+    kept: what `load_pieces` needs in another process; None if some piece can only be compiled again.
     """
 
     pieces: int

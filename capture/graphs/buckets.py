@@ -1,4 +1,4 @@
-"""The sizes that steps are padded to: geometric, so that no step is padded by more than a fixed share."""
+"""The sizes to which steps are padded: geometric, so that no step is padded by more than a fixed share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 def bucket_sizes(largest: int, count: int, smallest: int = 2) -> list[int]:
     """At most `count` sizes from `smallest` to `largest`, ascending, in nearly equal ratios.
 
-    From 8 on they are multiples of 8, and from 256 on of 64, for the sake of matrix products; `largest` is there as it is.
+    From 8 on they are multiples of 8, and from 256 on of 64, because matrix products are faster then; `largest` is not rounded.
     """
     if largest <= smallest or count < 2:
         return [max(largest, smallest)]
@@ -21,7 +21,7 @@ def bucket_sizes(largest: int, count: int, smallest: int = 2) -> list[int]:
         if size >= largest:
             break
         sizes.add(size)
-        exact = max(exact * ratio, size + 1)  # small sizes are whole numbers: their steps are wider than the ratio
+        exact = max(exact * ratio, size + 1)  # between small sizes, which are integers, ratios are larger
         if len(sizes) < count:
             ratio = max((largest / exact) ** (1 / (count - len(sizes))), 1.0)
     return sorted(sizes)
@@ -33,9 +33,9 @@ def _rounded(size: float) -> int:
 
 
 def coarse_to_fine(sizes: Sequence[int]) -> list[int]:
-    """The largest first, then the smallest, then always the middles of what lies between: cut off anywhere, what is there is spread evenly.
+    """The largest first, then the smallest, then repeatedly the middles between neighbors: any beginning of this order is spread evenly.
 
-    The largest comes first because a pool of memory that held it holds all others.
+    The largest comes first because a memory pool that held it can hold all others.
     """
     ascending = sorted(set(sizes))
     if len(ascending) < 3:
@@ -53,7 +53,7 @@ def coarse_to_fine(sizes: Sequence[int]) -> list[int]:
 
 
 class BucketSizes:
-    """Sizes that were captured; `fit(n)` is the smallest of them that holds n, or None beyond the largest."""
+    """The captured sizes; `fit(n)` is the smallest that is at least n, or None."""
 
     def __init__(self, sizes: Iterable[int] = ()) -> None:
         self.sizes = sorted(set(sizes))

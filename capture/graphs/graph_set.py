@@ -1,4 +1,4 @@
-"""The graphs of one model: which shapes were captured, what each cost, and why the others were not captured."""
+"""The graphs of one model: which shapes were captured, what each cost, and why others were not."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ IN_ANOTHER_PROCESS = "another process that runs this model cannot capture it or 
 
 
 class _InAnotherProcess(Exception):
-    """Raised in the others, where one of them fails."""
+    """Raised in every process if the capture fails in another one."""
 
 
 class GraphKey(NamedTuple):
-    """Full graphs hold decode steps of `size` requests, pieces any step of `size` rows; variant: which of a backend's kernels."""
+    """A captured shape. Full graphs run decode steps of `size` requests, pieces any step of `size` rows; `variant`: see `graph_variant`."""
 
     mode: Mode
     size: int
@@ -45,7 +45,7 @@ class CaptureSpec:
         run: the model's step on its fixed inputs.
         breaks: ops that stay outside the graphs.
         keep: tensors that outlive the recording.
-        state: whatever a replay needs besides (a batch, a plan); kept with the graphs.
+        state: what else a replay needs (a batch, a plan); kept with the graphs.
     """
 
     run: Callable[[], Any]
@@ -56,7 +56,7 @@ class CaptureSpec:
 
 @dataclass(frozen=True)
 class Captured:
-    """One captured shape: its graphs, their state, device bytes that it added, and seconds that it took."""
+    """One captured shape: its graphs, their state, the device memory that it added, and the seconds that it took."""
 
     key: GraphKey
     segments: Segments
@@ -72,10 +72,10 @@ Prepare = Callable[[GraphKey], AbstractContextManager[CaptureSpec]]
 class GraphSet:
     """Captures shapes into one recorder, under a budget.
 
-    A shape that cannot be captured is left out with its reason, which `refused` keeps; with `strict` that raises.
-    `unsafe` are ops that were found not to be recordable, and why: they run between the graphs.
-    `agree` is asked, with what this process found, before each run of a shape, after it, and whether the shape is kept: processes that
-    run a model together must capture the same shapes, as each recording is a run of all of them.
+    A shape that cannot be captured is skipped, and `refused` keeps the reason; with `strict` it raises.
+    `unsafe` are ops that turned out not to be recordable, and why: they run between the graphs.
+    `agree` combines a decision over all processes that run the model: before and after each run of a shape, and on keeping it. All must
+    capture the same shapes, because each recording is a run of all of them.
     """
 
     recorder: Recorder
@@ -88,7 +88,7 @@ class GraphSet:
     agree: Callable[[bool], bool] = bool
 
     def capture(self, keys: Sequence[GraphKey], prepare: Prepare) -> Iterator[GraphKey]:
-        """Capture shapes in the order given, and yield each when it has been dealt with.
+        """Capture shapes in this order; yields each key when its shape was captured or refused.
 
         Raises:
             CaptureError: with `strict`, for the first shape that cannot be captured or does not fit the budget.
@@ -113,7 +113,7 @@ class GraphSet:
             self._refuse(key, IN_ANOTHER_PROCESS)
             return self.recorder.bytes_in_use()
         except _no_graph() as error:
-            self.agree(False)  # where the other ranks ask: before the run, or after it
+            self.agree(False)  # answers the other ranks' question before or after the run
             self.recorder.rollback(mark)
             self._refuse(key, first_line(error), error)
             return self.recorder.bytes_in_use()
@@ -133,7 +133,7 @@ class GraphSet:
         return after
 
     def _record(self, key: GraphKey, prepare: Prepare, mark: int) -> tuple[Segments, Any]:
-        """An op that cannot be recorded, and need not be, stays between the graphs from then on, and all processes record anew.
+        """An op that cannot be recorded, and need not be, stays between the graphs from then on, and all processes record again.
 
         Raises:
             _InAnotherProcess: one of them cannot go on.
@@ -159,7 +159,7 @@ class GraphSet:
             self.recorder.rollback(mark)
 
     def _all_go_on(self) -> None:
-        """Each run is one of all processes: none may begin, or begin again, that another will not take part in."""
+        """Every process takes part in every run, so none may start one unless all can."""
         if not self.agree(True):
             raise _InAnotherProcess
 
@@ -184,5 +184,5 @@ class GraphSet:
 
 
 def _no_graph() -> tuple[type[Exception], ...]:
-    """What says of one shape that it cannot be captured: CUDA, a plan of a backend, or a kernel that has no room."""
+    """Errors that mean that one shape cannot be captured: of CUDA, of a backend's plan, or of a kernel without enough memory."""
     return (RuntimeError, UnsupportedError, *triton_errors())

@@ -142,4 +142,4 @@ def _begin_empty_capture(stream: torch.cuda.Stream) -> None:
     thread_local = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
     result = ctypes.CDLL("libcuda.so.1").cuStreamBeginCapture_v2(ctypes.c_void_p(stream.cuda_stream), thread_local)
     if result:
-        raise CaptureError(f"the capture failed, and the stream cannot be used again: CUDA error {result}; start the process anew")
+        raise CaptureError(f"the capture failed, and the stream cannot be used again: CUDA error {result}; restart the process")

@@ -1,7 +1,7 @@
-"""Records one run of a model in segments: graphs, and between them the calls of ops that stay outside any graph.
+"""Records one run of a model in segments: graphs, and between them calls of ops that stay outside the graphs.
 
-The op is met in the dispatcher, so that it does not matter what calls it: compiled pieces, a rewritten graph, or a model that nobody
-compiled (an eager break: capture ends before the op and begins again after it).
+Such an op is intercepted in the dispatcher, so it does not matter what calls it: compiled pieces, a rewritten graph, or an uncompiled model
+(an eager break: capture ends before the op and starts again after it).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from paged_attn.capture.graphs.recorder import Recorder, Replay
 
 @dataclass(frozen=True)
 class Segments:
-    """`replay()` does again what was recorded: reads the inputs at their addresses and leaves `output` at its own.
+    """`replay()` repeats what was recorded: it reads the inputs at their addresses and writes `output` to its own.
 
     Attributes:
-        output: what the recorded function returned; its memory is used again by the next replay of any graph of the recorder.
+        output: what the recorded function returned; the next replay of any graph of the recorder overwrites it.
         num_graphs, num_calls: graphs, and ops called between them.
     """
 
@@ -56,8 +56,8 @@ def record(run: Callable[[], Any], recorder: Recorder, breaks: Callable[[Any], b
     """Record `run()`.
 
     Args:
-        breaks: whether an op (an OpOverload) stays outside the graphs. Such ops run now, too, between the recordings.
-        keep: tensors that outlive the recording (weights, fixed inputs); others are not kept from being used again.
+        breaks: whether an op (an OpOverload) stays outside the graphs. Such ops also run now, between the recordings.
+        keep: tensors that outlive the recording (weights, fixed inputs); the memory of others may be reused.
 
     Raises:
         OpNotRecorded: it ended at an op.

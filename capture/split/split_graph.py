@@ -1,4 +1,4 @@
-"""Split a rewritten graph before AOT into pieces with the split ops between them."""
+"""Splits a rewritten graph before AOT into pieces with the split ops between them."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Sizes:
             return ""
         numbers = self._as_numbers()
         lines = [self.environment.produce_guards_expression(numbers, guards=self.environment.get_pruned_guards(numbers)) or "True"]
-        # A symbol that was found equal to something is no symbol any more, and its guard is not among those.
+        # A symbol that was found equal to something is not a symbol any more, and its guard is not among those.
         sources = {symbol: sympy.Symbol(f"L['t{index}']") for index, symbol in enumerate(self.symbols)}
         for symbol, number in zip(self.symbols, numbers, strict=True):
             if number.node.expr != symbol:

@@ -82,7 +82,7 @@ class AsyncLLM:
 
         Args:
             max_queue, queue_seconds: see `EngineThread`, which refuses what is over the limit.
-            observer: is told of steps and requests.
+            observer: notified of steps and requests.
         """
         made = cls.__new__(cls)
         made._prepare(make_engine, max_queue, EngineThread(made._make, max_queue, observer, queue_seconds))

@@ -1,4 +1,4 @@
-"""The one thread that touches the engine: requests and cancels come in through a queue, events go out to event loops."""
+"""The one thread that touches the engine: requests and cancellations arrive through a queue, events go out to event loops."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class EngineThread:
     def _answer(self, engine: Engine, question: Callable[[Engine], Any], answer: asyncio.Future[Any]) -> None:
         try:
             _settle(answer, answer.set_result, question(engine))
-        except Exception as error:  # a refusal, or no memory for an adapter: who asked is told, whatever becomes of the engine
+        except Exception as error:  # a refusal, or no memory for an adapter: the caller gets it, whatever happens to the engine
             _settle(answer, answer.set_exception, error)
             if not isinstance(error, (ValueError, TypeError)) and not engine.recovers:
                 raise
@@ -269,7 +269,7 @@ class EngineThread:
         started, steps = time.perf_counter(), engine.stats.steps
         try:
             events = engine.step()
-        except Exception as error:  # whatever it is, the server goes on and says so
+        except Exception as error:  # whatever it is, the server reports it and goes on
             if not engine.recovers:
                 raise
             logger.exception("a step of the engine failed")
@@ -288,7 +288,7 @@ class EngineThread:
         self._end_lost(engine)
 
     def _end_lost(self, engine: Engine) -> None:
-        """After a failed step all events that were due have come: whoever has ended and was not told is told now."""
+        """After a failed step, when all pending events have been delivered: report requests that ended without an event."""
         if self._failed_steps.events_due:
             self._failed_steps.events_due = False
             lost = {job for job, index in self._owners.values() if job.requests[index].finish_reason is not None}
@@ -324,7 +324,7 @@ class EngineThread:
                 self._queue.blocked = snapshot.waiting > 0
 
     def _end(self, status: Status, error: BaseException | None) -> None:
-        """Nothing is served any more; whoever waits is told."""
+        """Stop serving, and fail everything that waits."""
         with self._condition:
             self.status, self.error = status, error
             self._condition.notify_all()
@@ -360,7 +360,7 @@ def _step_failed(why: str) -> StepFailedError:
 
 
 def _settle(answer: asyncio.Future[Any], method: Callable[[Any], None], outcome: Any) -> None:
-    """From any thread; nobody is told whose loop is closed. `method`: the answer's `set_result` or `set_exception`."""
+    """From any thread; an answer whose loop is closed is dropped. `method`: the answer's `set_result` or `set_exception`."""
 
     def settle() -> None:
         if not answer.done():  # the caller has not left

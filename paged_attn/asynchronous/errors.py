@@ -1,4 +1,4 @@
-"""Why a request was not taken, or did not end as it should, where the caller may have done nothing wrong."""
+"""Errors for requests that were rejected or failed, through no fault of the caller."""
 
 from __future__ import annotations
 

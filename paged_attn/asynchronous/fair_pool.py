@@ -1,4 +1,4 @@
-"""Threads that work for many clients, who take turns."""
+"""A thread pool in which clients take turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that belong together on their way through the engine, as the event loop sees them."""
+"""A job: the prompts of one call, as the event loop sees them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Job:
 
     Attributes:
         requests: one per answer, those to the first prompt first, from acceptance on; to be read once a request has finished.
-        cancelled: the engine shall not begin it, or has been told to stop.
+        cancelled: the engine must not start it, or must stop it.
         failure: what its events ended with.
         loop: that its updates come to; None: nobody listens.
         first_token_at: when the first token of any request came.

@@ -1,4 +1,4 @@
-"""Jobs that the engine does not have yet, or of which nothing runs yet: how many may wait, for how long, and who makes room."""
+"""Jobs that have not started to run: how many may wait, for how long, and which one is dropped to make room."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class JobQueue:
         max_queue: prompts that may wait beyond those that can run. When so many do, tenants share the queue equally.
 
     Attributes:
-        blocked: the engine's last step left some waiting, so that whoever comes now has to wait, too.
+        blocked: the engine's last step left some requests waiting, so a new one has to wait too.
     """
 
     def __init__(self, max_queue: int) -> None:

@@ -1,4 +1,4 @@
-"""How many requests may be under way at the same time; the others wait."""
+"""Limits how many requests are in progress at the same time; the others wait."""
 
 from __future__ import annotations
 

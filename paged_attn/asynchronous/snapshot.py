@@ -1,4 +1,4 @@
-"""What others are told of the engine's thread: the engine's numbers at one moment, and what happens, when it does."""
+"""What the engine's thread reports: the engine's counters at one moment, and events as they happen."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class EngineSnapshot:
 
 @dataclass(frozen=True)
 class EndedRequest:
-    """What is told of a request at its end.
+    """What is reported of a request at its end.
 
     Attributes:
         outcome: its finish reason, or why it was ended.

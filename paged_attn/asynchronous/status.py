@@ -1,4 +1,4 @@
-"""Whether requests are served, and in words why not."""
+"""Whether requests are served, and if not, why."""
 
 from __future__ import annotations
 

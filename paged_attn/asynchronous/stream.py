@@ -1,4 +1,4 @@
-"""What comes of work, piece by piece, to whoever reads; who stops reading ends the work."""
+"""The results of work, delivered piece by piece; a reader that stops ends the work."""
 
 from __future__ import annotations
 

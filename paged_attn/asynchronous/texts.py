@@ -106,7 +106,7 @@ class Texts:
         return await self._in_thread(client, length, lambda own: self._chat(own, make_request(), guide, cut))
 
     def of_token(self, token_id: int) -> str:
-        """A token's text with its leading space; `token_id:N` for one that is no whole text, such as a part of a character."""
+        """A token's text with its leading space; `token_id:N` for one that is not a whole text, such as a part of a character."""
         return self._token_texts(token_id)
 
     def bytes_of_token(self, token_id: int) -> list[int] | None:
@@ -196,7 +196,7 @@ class Texts:
             text.encode()
         except UnicodeEncodeError as error:
             what = f"half of a surrogate pair ({shown(text[error.start])} at character {error.start})"
-            raise PromptError(f"{param} holds {what}, which is no text; send both halves or none", param) from error
+            raise PromptError(f"{param} holds {what}, which is not text; send both halves or none", param) from error
 
     def _too_long(self, count: int, param: str) -> PromptError:
         return PromptError(f"{param} has {count:,} tokens or more; there is room for {self.room:,}; shorten it", param)

@@ -1,4 +1,4 @@
-"""Running a system's worker, and collecting what it says."""
+"""Runs a system's worker and collects its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process and a device hold, and what the machine is."""
+"""The memory use of a process and a device, and a description of the machine."""
 
 from __future__ import annotations
 

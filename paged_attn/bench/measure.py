@@ -1,4 +1,4 @@
-"""Timing one system on one workload."""
+"""Times one system on one workload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured: batches of prompts, as data. Imports nothing heavy."""
+"""The workloads: batches of prompts, as data. Imports nothing heavy."""
 
 from __future__ import annotations
 

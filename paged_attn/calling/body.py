@@ -1,4 +1,4 @@
-"""A model without its head, as a module whose rows are hidden states: what an engine that embeds traces and runs."""
+"""A model without its head, as a module that returns hidden states: an engine that embeds traces and runs it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Body(nn.Module):
         body: Any = getattr(model, "base_model", None)
         if config is None or not isinstance(body, nn.Module):
             raise UnsupportedError(
-                f"{self.name} is no model of transformers: nothing says which of its values are the hidden states of its tokens, so that "
-                "there is nothing to embed by. Give a model of transformers, or a directory"
+                f"{self.name} is not a model of transformers: nothing says which of its values are the hidden states of its tokens, so it "
+                "cannot embed. Give a model of transformers, or a directory"
             )
         if getattr(config, "is_encoder_decoder", False):
             raise UnsupportedError(f"{self.name} is an encoder-decoder: there is no one row for each token of a text, and none is embedded")

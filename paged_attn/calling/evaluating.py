@@ -1,4 +1,4 @@
-"""Calling a model as an engine does: in evaluation mode, and for its logits alone."""
+"""Calls a model as an engine does: in evaluation mode, and only for its logits."""
 
 from __future__ import annotations
 

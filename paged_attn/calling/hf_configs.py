@@ -1,4 +1,4 @@
-"""What transformers reads from a model's configs, set for a while: the attention implementation, outputs besides logits."""
+"""Temporarily changes a model's configs: the attention implementation, and outputs other than logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calling a model and leaving it as it was, whatever its forward keeps in itself."""
+"""Calls a model and restores whatever its forward changed in it."""
 
 from __future__ import annotations
 

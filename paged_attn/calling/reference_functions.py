@@ -1,4 +1,4 @@
-"""Transformers' own PyTorch functions in place of an installed package's, where numbers are compared.
+"""Replaces an installed package's functions by transformers' own PyTorch ones while numbers are compared.
 
 With flash-linear-attention, causal-conv1d or mamba-ssm installed, transformers' layers call those kernels, whose two forms differ by more
 than rounding: fla 0.6's gated delta rule in float32 on an H100 by 4 % of some rows. What a layer computes is told by the PyTorch function.

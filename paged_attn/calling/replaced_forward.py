@@ -1,4 +1,4 @@
-"""Another forward for one module, or for what else has one, for a while."""
+"""Temporarily replaces the forward of a module or of any other object that has one."""
 
 from __future__ import annotations
 

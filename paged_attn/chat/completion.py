@@ -1,4 +1,4 @@
-"""What a chat gives back, whole and as it comes."""
+"""The result of a chat, whole or as a stream of events."""
 
 from __future__ import annotations
 

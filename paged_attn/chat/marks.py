@@ -1,4 +1,4 @@
-"""Texts that mean something in an answer, such as tags."""
+"""Texts that structure an answer, such as tags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer consists of: content, reasoning and calls of tools, piece by piece and as one message."""
+"""The parts of an answer: content, reasoning and tool calls, piece by piece and as one message."""
 
 from __future__ import annotations
 

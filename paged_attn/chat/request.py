@@ -1,4 +1,4 @@
-"""One chat: from messages, tools and settings to a prompt, and to the form of its answers."""
+"""Turns messages, tools and settings of one chat into a prompt and the form of its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several conversations at once, as `LLM.chat` has them."""
+"""Several conversations at once, for `LLM.chat`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools that a model may call, and whether it shall."""
+"""Tools that a model may call, and whether it must."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """mode: one of `CHOICES`. name: the one tool that shall be called, if so; then mode is "required"."""
+    """mode: one of `CHOICES`. name: the one tool that must be called, if any; then mode is "required"."""
 
     mode: str
     name: str | None = None
@@ -86,7 +86,7 @@ def checked_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
     """`None` is "auto" where there are tools.
 
     Raises:
-        ChatError: no choice of OpenAI's API, a name that no tool has, or a call that shall be made without tools.
+        ChatError: no choice of OpenAI's API, a name that no tool has, or a call that is required although there are no tools.
     """
     if choice is None:
         return ToolChoice("auto" if tools else "none")

@@ -1,8 +1,8 @@
-"""The first use proves the rewrite on numbers.
+"""The self-check: compares the rewritten graph with the traced one numerically before first use.
 
 Each probe prompt runs alone through the traced graph; all of them run together, in chunks and decode steps, through the rewritten one.
-Compared are not the logits alone but every value between two pieces and what every op between them writes, each from the same inputs:
-so no error adds to an earlier one, and what is allowed is what rounding does to that one part of the model, measured on the model.
+Not only logits are compared, but every value between two pieces and what every op between them writes, each from the same inputs: so
+errors do not add up, and the limit is what rounding does to that one part of the model, measured on the model.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def self_check(
     """Compare the two graphs of `compiled` on the parameters in `args`.
 
     Args:
-        model_logits: what the model itself gives for a prompt [T] -> [T, vocabulary]; by default the traced graph stands for it.
+        model_logits: the model's own logits of a prompt, [T] -> [T, vocabulary]; by default the traced graph's.
         model: for messages.
-        settings: with which backend and pages.
-        traced_args: the inputs of the traced graph, where they are not those of the rewritten one (merged linears).
+        settings: backend and pages.
+        traced_args: the inputs of the traced graph, if they differ from those of the rewritten one (merged linears).
 
     Raises:
-        UnsupportedError: the traced graph is not the model, a later token moves an earlier row, or the rewritten graph differs; the message
-            names the op or the part, what was measured, what is allowed and what to do.
+        UnsupportedError: the traced graph differs from the model, a later token changes an earlier row, or the rewritten graph differs; the
+            message (`diagnosis.py`) names the op or part, the measured error, the allowed one and what to do.
     """
     started = time.perf_counter()
     inputs = GraphInputs(compiled.roles, args)
@@ -88,7 +88,7 @@ def self_check(
 def check_served(
     served: Served, original: Original, truth: Truth, noise: Noise, attention: Attention, longest: int | None, model: nn.Module | None
 ) -> None:
-    """What is the same for every way of serving a model.
+    """The part of the check that rewritten and hooked models share.
 
     Args:
         longest: how many positions the model has.
@@ -106,8 +106,8 @@ def check_served(
 def _num_ids(
     compiled: RewrittenGraph, inputs: GraphInputs, ids: Tensor, original: Original, model_logits: Callable[[Tensor], Tensor] | None
 ) -> int:
-    """How many token ids the model has: as a `Body` says; the vocabulary of its logits if some table has as many rows; else the
-    largest id of the call."""
+    """How many token ids the model has: those of a `Body`; or the vocabulary of its logits if some table has as many rows; or else up to
+    the largest id of the call."""
     if isinstance(compiled.model, Body):
         return compiled.model.num_ids
     vocabulary = (model_logits or (lambda prompt: original.run(prompt, unchanged)))(ids.flatten()[:2]).shape[-1]
@@ -117,10 +117,10 @@ def _num_ids(
 
 @part("first run of the pieces")
 def _warm_up(served: Served, device: torch.device, longest: int | None) -> None:
-    """Run all that lies between the ops that mix tokens on WARM_UP_ROWS rows, of as many requests as that takes.
+    """Run all pieces on WARM_UP_ROWS rows, of as many requests as necessary.
 
     Inductor's kernels choose among their configurations when they first run. The few rows of a check would choose for the thousands of a
-    prompt, at which another configuration is up to 1.4 times as fast.
+    prompt, for which another configuration is up to 1.4 times as fast.
 
     Args:
         longest: how many positions the model has.

@@ -1,4 +1,4 @@
-"""`paged-attn`: the parser, and what happens to errors."""
+"""`paged-attn`: the parser, and how errors are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parser of all commands: one line for what does not parse, with the flag that was meant, and no screen of usage."""
+"""The parser of all commands. Errors are one line, with the closest flag, instead of a screen of usage."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 def _named_folder(text: str) -> tuple[str, str]:
     name, is_given, folder = text.partition("=")
     if not name or not is_given or not folder:
-        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=FOLDER")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a NAME=FOLDER")
     return name, folder
 
 

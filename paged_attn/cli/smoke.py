@@ -64,7 +64,7 @@ def smoke_error(backend: AttentionBackend, device: torch.device) -> tuple[float,
 
 
 def _batch(phase: str, page_size: int, device: torch.device | str = "cpu") -> Batch:
-    """Pages in descending order, so that neighbours in a request are no neighbours in the pool."""
+    """Pages in descending order, so that neighbours in a request are not neighbours in the pool."""
     free = list(range(1, NUM_PAGES))
     requests = []
     for cached, new in LENGTHS[phase]:

@@ -1,4 +1,4 @@
-"""Tokens in words; as ids, where the model has no tokenizer."""
+"""Tokens as text, or as ids if the model has no tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of a graph's experts are compiled by other processes while this one goes on."""
+"""Compiles the kernels of a graph's experts in other processes while this one continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The variant of a rewritten graph whose linear layers add each row's adapter; it is beside the graph without, which stays as it is."""
+"""The variant of a rewritten graph whose linear layers add each row's adapter; the graph without adapters stays unchanged beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One Dynamo graph and what was made of it: the original, the rewritten graph, its pieces."""
+"""One Dynamo graph and its results: the original, the rewritten graph, its pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of a graph's steps are compiled by other processes meanwhile: steps run on fake tensors, which launch nothing."""
+"""Compiles the kernels of a graph's steps in other processes: runs the steps on fake tensors, which launch nothing."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class EngineConfig:
         return STEP_TOKENS if self.max_batch_tokens is None else self.max_batch_tokens
 
     def resolved(self, *, cuda: bool, has_triton: bool) -> EngineConfig:
-        """Every setting whose default depends on the device, decided. An engine does this once; nothing decides anew after it.
+        """Every setting whose default depends on the device, decided. An engine does this once; nothing changes them later.
 
         Args:
             cuda: the model lies on a GPU.
@@ -198,7 +198,7 @@ class EngineConfig:
 
     @classmethod
     def from_environment(cls, **given: Any) -> EngineConfig:
-        """Settings from PAGED_ATTN_* variables, overridden by `given`. One that is no setting is warned about.
+        """Settings from PAGED_ATTN_* variables, overridden by `given`. One that is not a setting is warned about.
 
         Raises:
             ValueError: an unknown setting in `given`, listing the known ones; or a variable that does not parse or is out of range, named.

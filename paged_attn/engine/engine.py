@@ -133,7 +133,7 @@ class Engine:
         )
         logger.info("memory: %s", self.budget.describe(self.pool.num_pages))
         if self.state_pool and config.prefix_cache and not slots.kept:
-            logger.info("no prefix is reused: its KV is of no use without the recurrent state at its end (see state_snapshots)")
+            logger.info("no prefix is reused: its KV is useless without the recurrent state at its end (see state_snapshots)")
         interval = config.snapshot_interval if takes_chunks else 0  # otherwise everything after one runs token by token
         self.kv = make_kv_manager(config, groups, self.pool.num_pages, slots, self.state_pool, interval)
 

@@ -1,4 +1,4 @@
-"""transformers' `GenerationConfig` as sampling settings: what a checkpoint's own says of every request, and one given for a request."""
+"""transformers' `GenerationConfig` as sampling settings: a checkpoint's, for every request, or one passed with a request."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def end_tokens(eos_token_id: Any) -> tuple[int, ...]:
 
 
 def _stated(config: Any, samples: bool, temperature: float, ends: Collection[int]) -> dict[str, Any]:
-    """What it says of sampling; `temperature`: where it says none. To transformers an end token alone is no bad word."""
+    """What it says of sampling; `temperature`: where it says none. To transformers an end token alone is not a bad word."""
     names = (*ALWAYS, *DRAWN) if samples else ALWAYS
     stated = {name: value for name in names if (value := getattr(config, name, None)) is not None}
     if "bad_words_ids" in stated:

@@ -88,7 +88,7 @@ def _of_mapping(prompt: Mapping[str, Any]) -> list[Prompt]:
     """
     allowed = ", ".join(map(repr, PROMPT_FIELDS[:2])) + f" or {PROMPT_FIELDS[2]!r}"
     if "role" in prompt:
-        raise TypeError("a message of a conversation is no prompt; give the conversation to LLM.chat, which has the model's template")
+        raise TypeError("a message of a conversation is not a prompt; give the conversation to LLM.chat, which has the model's template")
     if all(prompt.get(name) is None for name in PROMPT_FIELDS[:3]):
         raise TypeError(f"a prompt is a mapping of {', '.join(map(repr, prompt))}; allowed are {allowed}")
     if unknown := [name for name, value in prompt.items() if name not in (*PROMPT_FIELDS, *ABOUT_TOKENS) and value is not None]:

@@ -26,7 +26,7 @@ class RankedQueue(Generic[Item]):
         return item in self._tickets
 
     def put(self, item: Item, rank: Any) -> None:
-        """Add an item, or rank it anew."""
+        """Add an item, or rank it again."""
         self._tickets[item] = self._next_ticket
         heapq.heappush(self._heap, (rank, self._next_ticket, item))
         self._next_ticket += 1

@@ -333,7 +333,7 @@ def _json_schema(value: object) -> str:
         if text is value and not isinstance(json.loads(text), dict):
             raise ValueError("not an object")
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"json_schema: got what is no JSON object ({error}); allowed: {allowed}; {hint}") from error
+        raise ValueError(f"json_schema: got what is not a JSON object ({error}); allowed: {allowed}; {hint}") from error
     _check_bytes("json_schema", text)
     return text
 

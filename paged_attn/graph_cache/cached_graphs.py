@@ -1,4 +1,4 @@
-"""Looking for the graph that an earlier process captured of the same model, and keeping the one that this process captured."""
+"""Finds the graph that an earlier process traced of the same model, and keeps the one that this process traced."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ MOST_EVALUATED_BYTES = 256 << 20  # in all tensors whose values the proofs depen
 
 
 class CachedGraphs:
-    """The graphs on disk of one model, as it is now, captured with these settings.
+    """The graphs on disk of one model in its current state, traced with these settings.
 
     A record is found by a key (`graph_key`), and used if its evidence still holds: the code of every file that the trace went through, and
-    the values of all tensors that the passes evaluated. Whoever uses it compares it with the model on numbers, as after a trace.
+    the values of all tensors that the passes evaluated. The caller then runs the self-check, as after a trace.
     """
 
     def __init__(self, entries: Entries, key: str, model: nn.Module, options: CompileOptions, recurrent: Sequence[RecurrentLayer]) -> None:
@@ -47,7 +47,7 @@ class CachedGraphs:
     def of(
         cls, model: nn.Module, options: CompileOptions, positions: bool, recurrent: Sequence[RecurrentLayer] = ()
     ) -> CachedGraphs | None:
-        """None where nothing may be kept: no cache, no self-check, passes to be dumped, or a model of which no text says all (then the
+        """None if nothing may be kept: there is no cache, no self-check, passes are dumped, or no text describes the model completely (the
         log says why).
 
         Args:
@@ -56,7 +56,7 @@ class CachedGraphs:
         entries = Entries.of_user()
         if entries is None or not options.self_check or dump_folder() is not None:
             return None
-        register_attention()  # a trace reads transformers' tables; a hook that came first must not make them others
+        register_attention()  # a trace reads transformers' tables: they must not depend on whether a model was hooked before
         started = time.perf_counter()
         try:
             key = graph_key(model, options, positions, recurrent)
@@ -68,20 +68,20 @@ class CachedGraphs:
 
     @part("read a kept graph")
     def find(self) -> tuple[CompiledGraph, list[Any], Path] | None:
-        """A graph, its flat inputs as of the traced call, and its file; None if there is none that can be used."""
+        """A graph, the flat inputs of its traced call, and its file; None if there is no usable one."""
         started = time.perf_counter()
         for path, record in self.entries.read(self.key):
             try:
                 if (changed := self._changed(record["evidence"])) is not None:
-                    logger.info("the graph %s is of no use: %s is not what it was", path, changed)
+                    logger.info("the graph %s is not used: %s has changed", path, changed)
                     continue
                 found = restored(record, self.model, model_device(self.model), self.options, len(self.recurrent))
             except _UNUSABLE as error:
                 what = f"{type(error).__name__}: {shown(str(error))}"
-                logger.warning("the graph %s cannot be used: %s. The model is traced anew.", path, what)
+                logger.warning("the graph %s cannot be used: %s. The model is traced again.", path, what)
                 continue
             if found is None:
-                logger.info("the graph %s is of no use: a compiled piece is gone", path)
+                logger.info("the graph %s is not used: a compiled piece is gone", path)
                 continue
             seconds = time.perf_counter() - started
             found[0].rewrite.seconds["loaded from disk"] = seconds
@@ -116,7 +116,7 @@ class CachedGraphs:
         return {"code": [[name, module_digest(name)] for name in modules], "tensors": values}
 
     def _changed(self, evidence: Any) -> str | None:
-        """What of the evidence does not hold any more; None if all of it does."""
+        """The part of the evidence that no longer holds; None if all of it does."""
         for name, digest in evidence["code"]:
             if module_digest(name) != digest:
                 return f"the code or a value in {name}"

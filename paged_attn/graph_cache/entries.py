@@ -41,18 +41,18 @@ class Entries:
             try:
                 head, _, body = read_file(path, MOST_BYTES, is_private=True).partition(b"\n")
             except RefusedFileError as error:
-                logger.warning("a graph is not read: %s. The model is traced anew.", error)
+                logger.warning("a graph is not read: %s. The model is traced again.", error)
                 continue
             except OSError as error:
                 logger.info("the graph %s cannot be read: %s", path, error)
                 continue
             if head.decode(errors="replace") != _head(key, body):
-                logger.warning("the graph %s is damaged: its checksum is wrong. The model is traced anew.", path)
+                logger.warning("the graph %s is damaged: its checksum is wrong. The model is traced again.", path)
                 continue
             try:
                 record = json.loads(body)
             except (ValueError, RecursionError) as error:
-                logger.warning("the graph %s is no JSON: %s. The model is traced anew.", path, error)
+                logger.warning("the graph %s is not JSON: %s. The model is traced again.", path, error)
                 continue
             yield path, record
 
@@ -73,7 +73,7 @@ class Entries:
         return path
 
     def remove(self, path: Path) -> None:
-        """Remove an entry that turned out to be of no use."""
+        """Remove an entry that turned out to be unusable."""
         try:
             path.unlink(missing_ok=True)
         except OSError as error:

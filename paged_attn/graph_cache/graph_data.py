@@ -152,7 +152,7 @@ def _op_of(namespace: str, name: str, overload: str, *schemas: str) -> OpOverloa
     packet = getattr(getattr(torch.ops, namespace), name)
     found = getattr(packet, overload) if overload else packet
     if not isinstance(found, OpOverload | OpOverloadPacket):
-        raise ValueError(f"{shown(name)} of torch.ops, which is no op")
+        raise ValueError(f"{shown(name)} of torch.ops, which is not an op")
     overloads = overloads_of(found)
     if [str(each._schema) for each in overloads] != list(schemas):
         raise ValueError(f"{found} has another schema now")

@@ -1,4 +1,4 @@
-"""The name under which a model's graph is kept: whatever decides what a trace and the passes make of it, but for the code in files."""
+"""The key of a model's graph on disk: everything that determines the trace and the passes, except the code in files."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _NUMBERS = ("nodes_before", "nodes_after", "positions_redirected", "max_position
 
 
 def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors) -> Data:
-    """Raises Indescribable where the graph, its layers or its inputs are no plain data, or a compiled piece is not on disk.
+    """Raises Indescribable where the graph, its layers or its inputs are not plain data, or a compiled piece is not on disk.
 
     Args:
         args: the flat inputs of the traced call.

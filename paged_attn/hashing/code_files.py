@@ -108,7 +108,7 @@ def modules_of(files: Iterable[str]) -> list[str]:
     if _ENVIRONMENT in files:
         raise Indescribable("code that reads the environment")
     if homeless := sorted(set(files) - found.keys()):
-        raise Indescribable(f"code in {homeless[0]}, which is no imported module")
+        raise Indescribable(f"code in {homeless[0]}, which is not an imported module")
     return sorted(found[file] for file in files if found[file].partition(".")[0] != OURS)
 
 

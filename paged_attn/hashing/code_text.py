@@ -1,4 +1,4 @@
-"""What Python code computes, as text: the same in every process, and another after any change of it but comments and empty lines."""
+"""Python code as text that is the same in every process and changes with the code, except for comments and empty lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is, as text: all that its trace may depend on but the values of its parameters and the code in its files."""
+"""A model as text: everything that its trace may depend on, except the values of its parameters and the code in its files."""
 
 from __future__ import annotations
 

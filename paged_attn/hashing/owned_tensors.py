@@ -25,7 +25,7 @@ class OwnedTensors:
         try:
             return self._paths[_identity(tensor)]
         except KeyError:
-            raise Indescribable(f"a tensor of shape {list(tensor.shape)} that is no attribute of a module") from None
+            raise Indescribable(f"a tensor of shape {list(tensor.shape)} that is not an attribute of a module") from None
 
     @staticmethod
     def at(model: nn.Module, path: Path) -> Tensor:

@@ -1,4 +1,4 @@
-"""Live Python values as text that is equal in two processes exactly if the values are."""
+"""Live Python values as text that is equal in two processes if and only if the values are."""
 
 from __future__ import annotations
 

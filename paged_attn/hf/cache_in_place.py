@@ -1,4 +1,4 @@
-"""Steps of `generate` that attend to the pages where they lie, without a gather, under `paged_attn.patch`."""
+"""Steps of `generate` that attend to the pages in place, without a gather, under `paged_attn.patch`."""
 
 from __future__ import annotations
 

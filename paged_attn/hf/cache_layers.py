@@ -103,7 +103,7 @@ class PagedLayer(CacheLayerMixin):
             raise UnsupportedError(
                 f"{self.where} gave K and V of (dtype, device, heads and dim) {got}, but this PagedCache was made for {want}; "
                 "make it for the model that generates; without torch.autocast, under which K and V may differ: load the model in the dtype "
-                "that it shall compute in"
+                "in which it computes"
             )
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             raise UnsupportedError(f"{self.where}: a PagedCache keeps no gradients; call the model under torch.no_grad(), as generate does")

@@ -1,4 +1,4 @@
-"""The name of a call's cache: `past_key_values` (or `cache_params`) up to transformers 5.23, `cache` since; both are taken."""
+"""The name of a call's cache: `past_key_values` (or `cache_params`) up to transformers 5.23, `cache` since; both are accepted."""
 
 from __future__ import annotations
 

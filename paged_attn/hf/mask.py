@@ -1,4 +1,4 @@
-"""Proving the mask functions that transformers hands to its mask interface: callables (batch, head, query, key) -> visible."""
+"""Proves the mask functions that transformers passes to its mask interface: callables (batch, head, query, key) -> visible."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def _implementation(config: Any) -> str:
     if id(config) not in _implementations:
         raise ContextError(
             f"a {type(config).__name__} is set to {NAME!r}, but belongs to no patched model (a copy of one, or one whose patch ended?): "
-            "call the model's set_attn_implementation('sdpa'), or another one, and then paged_attn.patch(model) if it shall be patched"
+            "call the model's set_attn_implementation('sdpa'), or another one, and then paged_attn.patch(model) to patch it"
         )
     return _implementations[id(config)]
 

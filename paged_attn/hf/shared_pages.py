@@ -1,4 +1,4 @@
-"""A KV pool whose pages several rows and caches can hold at once: reference counts, copy on write, growth."""
+"""A KV pool whose pages several rows and caches can share: reference counts, copy on write, growth."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SharedPages:
         grows: the pool grows as needed, into a larger allocation to which it is copied.
 
     Attributes:
-        lock: of whoever reads or changes pages, since caches of several threads may have the same pool.
+        lock: to be held while pages are read or changed, since caches of several threads may have the same pool.
     """
 
     def __init__(self, pool: KVPool, grows: bool = False) -> None:
@@ -75,7 +75,7 @@ class SharedPages:
 
     @property
     def num_used(self) -> int:
-        """Pages that somebody holds, each counted once."""
+        """Pages in use, each counted once."""
         with held_back, self.lock:
             self._collect()
         return self._allocator.num_usable - self._allocator.num_free

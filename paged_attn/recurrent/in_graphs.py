@@ -1,4 +1,4 @@
-"""Which layers that run by their own forward a captured decode step may hold, seen on numbers and on what they launch.
+"""Decides which layers with their own forward captured decode steps may contain, by their numbers and their launches.
 
 A replay launches what the recording did. So a layer is held if it launches the same for requests of other lengths: a length or a position
 that it knows as a number of Python would be a constant of the graph. What only a GPU shows, as a copy that waits, ends the capture itself.
@@ -135,7 +135,7 @@ class Launches(TorchDispatchMode):
 
     def _origin(self, tensor: Tensor, func: Any) -> str:
         if id(tensor) not in self._origins:
-            raise NotCapturable(f"it reads a tensor {list(tensor.shape)} in {func} that is no parameter and no buffer of the module")
+            raise NotCapturable(f"it reads a tensor {list(tensor.shape)} in {func} that is neither a parameter nor a buffer of the module")
         return f"{self._origins[id(tensor)]} {list(tensor.shape)}"
 
 

@@ -1,4 +1,4 @@
-"""One recurrent layer: a module that is run as it is, with a cache that holds the states it is to start from."""
+"""One recurrent layer: a module that is run unchanged, with a cache that holds the states to start from."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RecurrentLayer:
     Attributes:
         module: itself; its own forward is what runs.
         positional: names of its forward's parameters in order.
-        arguments: of a real call with a cache; `operands` and `cache_name` are filled in anew for every call.
+        arguments: of a real call with a cache; `operands` and `cache_name` are filled in for every call.
         cache_name: "" for state in attributes.
         operands: the tensors that it is given per token, [batch, n, ...], the first of them the hidden states.
         outputs: what it returns per token; several are joined, each flattened to [batch, n, width].

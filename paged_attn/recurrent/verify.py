@@ -1,4 +1,4 @@
-"""In which calls a recurrent layer can be trusted: whole, token by token, in chunks, several requests at once; seen on numbers.
+"""Decides numerically which calls of a recurrent layer are correct: whole prompts, single tokens, chunks, several requests at once.
 
 Some models' own forward ignores the state when it is given several tokens, and is right only token by token. Such mistakes are of the
 size of the values. The chunk-wise and the step-wise formula of one layer differ by up to a thousandth in float32, where decays are strong;
@@ -43,7 +43,7 @@ def verified(layer: RecurrentLayer) -> RecurrentLayer:
                 f"{count} tokens at once (off by {error:.2g} of its size), so that what it would generate is not defined"
             )
         chunked = in_parts(layer, inputs, [1, 4, count - 1])
-    # What the two formulas of the layer differ by, by rounding or by themselves, says what is no mistake.
+    # What the two formulas of the layer differ by, by rounding or by themselves, says what is not a mistake.
     layer = dataclasses.replace(layer, chunks=difference(whole, chunked) <= allowed_error(whole, error), own_error=error)
     return _batching(layer, inputs, along)
 

@@ -1,4 +1,4 @@
-"""The support matrix: what each backend of attention, of experts and of scans can run, generated from what it says of itself."""
+"""The support matrix: what each backend of attention, of experts and of scans can run, generated from their capabilities."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def memory_lines(engine: Engine) -> list[str]:
         lines.append(f"               {running} states of requests, {kept} of kept prefixes, {free} slots free now")
     if borders := engine.limits.length_borders:
         more = " or ".join(f"{border:,}" for border in borders)
-        lines.append(f"  longrope     a request of more than {more} tokens has other keys: one that comes to have more is computed anew")
+        lines.append(f"  longrope     a request of more than {more} tokens has other keys: one that comes to have more is recomputed")
     return [*lines, *page_lines(engine)]
 
 

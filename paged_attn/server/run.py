@@ -1,4 +1,4 @@
-"""Uvicorn around the app: signals, draining, and the end."""
+"""Runs the app with Uvicorn: signals, draining and shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server is told, apart from the engine's settings."""
+"""The server's settings, apart from the engine's."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ServerSettings:
         if not self.names or not all(self.names):
             raise ValueError("model_name is empty; clients name the model by it")
         if self.lora_folder is not None and not Path(self.lora_folder).is_dir():
-            raise ValueError(f"lora_folder is {self.lora_folder!r}, which is no folder; give the one that adapters may be loaded from")
+            raise ValueError(f"lora_folder is {self.lora_folder!r}, which is not a folder; give the one that adapters may be loaded from")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; allowed are 0 (any free port) to 65535")
         for name, known in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):

@@ -1,4 +1,4 @@
-"""What all routes share: the engine, calls, logs and numbers of one server."""
+"""The state that all routes share: engine, calls, logs and counters of one server."""
 
 from __future__ import annotations
 

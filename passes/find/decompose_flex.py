@@ -1,4 +1,4 @@
-"""flex_attention becomes attention that is written out, which `find_softmax` then finds and proves like any other.
+"""Decomposes flex_attention into written-out attention, which `find_softmax` then finds like any other.
 
 Before: out, lse, ... = flex_attention(q, k, v, score_mod, (.., mask_mod), scale, {..}, score buffers, mask buffers)
 After:  out = softmax(where(mask_mod(0, h, i, j), score_mod(scale * q @ k^T, 0, h, i, j), -inf)) @ v

@@ -1,4 +1,4 @@
-"""Find the one narrow row per token that the keys and values of an attention are made of.
+"""Find the one narrow row per token from which the keys and values of an attention are computed.
 
 Before: kv = linear(latent [1, T, rank], weight) [1, T, rows], cut into keys and values by heads; a part [1, T, r] that all heads share
         joins the keys. In whatever way heads are cut, put together, copied and laid out; keys and values may come from two products.
@@ -48,7 +48,7 @@ class LatentSite:
 
 
 class LatentFinder:
-    """Finds the rows of a graph's attentions; make it anew once the graph was changed."""
+    """Finds the rows of a graph's attentions; create a new one after the graph has changed."""
 
     def __init__(self, graph: fx.Graph, form: CallForm) -> None:
         self.form, self.writers = form, writers_of(graph.nodes)

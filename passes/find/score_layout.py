@@ -1,4 +1,4 @@
-"""Written-out attention whose scores have queries and keys elsewhere than in their last two dims, brought to that layout.
+"""Permutes scores of written-out attention whose last two dims are not queries and keys.
 
 Before: scores = einsum("bshd,bthd->bsht", q, k); out = einsum("bsht,bthd->bshd", softmax(f(scores)), v)
 After:  the same products as [b, h, s, t] with a permutation behind the first and in front of the second, and the softmax between two

@@ -42,7 +42,7 @@ class CallForm:
             buffers, tensors of the module) or "call:NAME" for any other input of the call.
         reason: why a paged batch cannot run through this graph, or "".
         max_tokens: the longest call for which the trace holds, or None if it holds for all. Where the model has no more positions
-            than that, it is no `reason`.
+            than that, it is not a `reason`.
         known_min_tokens: `min_tokens` of a graph from disk, whose inputs do not tell it.
     """
 

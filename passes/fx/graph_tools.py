@@ -1,4 +1,4 @@
-"""Small tools on FX graphs that several passes share."""
+"""Small tools for FX graphs, shared by several passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is (dtype, device) and what its config says of it, where it has one."""
+"""Facts about a model: dtype, device, and what its config says, if it has one."""
 
 from __future__ import annotations
 

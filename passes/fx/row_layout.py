@@ -39,7 +39,7 @@ def reads_sizes(node: fx.Node) -> bool:
 
 
 def times(size: Any, tokens: Any) -> int | None:
-    """How often T goes into a size: 0 if the size does not depend on T, None if the size is no multiple of it."""
+    """How often T goes into a size: 0 if the size does not depend on T, None if the size is not a multiple of it."""
     if not depends_on(size, tokens):
         return 0
     quotient = symbol(size) / tokens

@@ -1,4 +1,4 @@
-"""Cutting out the subgraph that makes a value, and evaluating it on concrete probes."""
+"""Cuts out the subgraph that computes a value, and evaluates it on concrete inputs."""
 
 from __future__ import annotations
 

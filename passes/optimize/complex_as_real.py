@@ -1,4 +1,4 @@
-"""Products of complex numbers, as rotations of queries and keys are often written, in real arithmetic.
+"""Rewrites products of complex numbers, as rotations of queries and keys are often written, in real arithmetic.
 
 Before: view_as_real(view_as_complex(x) * polar(one, angle))
 After:  stack([x0 * cos(angle) - x1 * sin(angle), x0 * sin(angle) + x1 * cos(angle)], -1)

@@ -1,4 +1,4 @@
-"""Ops on recurrent states read their operands where they lie: what only copied is dead code then.
+"""Lets ops on recurrent states read their operands in place, so that copies become dead code.
 
 Before: projection [1, T, N] -> views, slices, copies, cat -> x [T, C] -> paged_attn.short_conv_with_output
 After:  projection [T, N] -> paged_attn.short_conv_with_output, with the columns in numbers

@@ -33,7 +33,7 @@ def keep_stacked(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> tuple[Merge,
                 continue
             parts: list[Any] = list(stack.args[0])  # type: ignore[arg-type]
             if not all(part in values and set(part.users) == {stack} for part in parts):
-                logger.warning("weights of experts are stacked in every step: somebody else uses them too")
+                logger.warning("weights of experts are stacked in every step: something else uses them too")
                 continue
             merges.append(Merge(tuple(index[part] for part in parts), tuple(int(value_of(part).shape[0]) for part in parts)))
             parts[0].meta["example_value"] = value_of(stack)

@@ -1,7 +1,7 @@
 """Values that a model makes of token ids must be a row's own: a row may not see which ids other rows have, since in a ragged batch those
 belong to other requests.
 
-Which ids make a difference (an end of text that starts positions anew) no probe of a few tokens shows. So what is made of ids alone is
+Which ids make a difference (an end of text that starts positions again) no probe of a few tokens shows. So what is made of ids alone is
 evaluated on every id that the model has: on all of them in two orders, and on half of them. Each id must come out the same.
 """
 

@@ -1,4 +1,4 @@
-"""What is computed between the ops must give each token a row of its own: in a ragged batch the rows beside it are other requests'.
+"""Checks that what is computed between the ops treats rows independently: in a ragged batch neighboring rows are other requests'.
 
 The rewritten graph is run twice on random rows. Half of the tokens, the first and the last among them, are others the second time, as is
 what ops give them, and one of them stands at a far position. Nothing that the other half hands to an op, and no logits of theirs, may move.

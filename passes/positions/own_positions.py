@@ -37,7 +37,7 @@ def use_own_positions(graph: fx.Graph, form: CallForm, values: Values, longest: 
         longest: positions that the model says that it has.
 
     Raises:
-        UnsupportedError: a value that depends on the row and is no function of positions, or on the token ids of other rows.
+        UnsupportedError: a value that depends on the row and is not a function of positions, or on the token ids of other rows.
         CallNotPaged: the same in a call without position_ids; the model may run with them.
     """
     drop_lookups(graph, form, values)

@@ -38,7 +38,7 @@ def use_positions_for_row_values(
         longest: positions that the model says that it has.
 
     Raises:
-        UnsupportedError: a value whose rows differ and that is no function of positions, named by its module.
+        UnsupportedError: a value whose rows differ and that is not a function of positions, named by its module.
     """
     data = token_data(graph, form)
     shared = RowFacts(form, values, positions, writers_of(graph.nodes), longest)

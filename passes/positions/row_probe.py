@@ -1,4 +1,4 @@
-"""Evaluating a value that a model makes from the number of tokens, constants and its own tensors, in calls of chosen lengths."""
+"""Evaluates a value that a model computes from the number of tokens, constants and its own tensors, in calls of chosen lengths."""
 
 from __future__ import annotations
 

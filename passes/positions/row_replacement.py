@@ -1,4 +1,4 @@
-"""Making one value [.., T, ..] again for a ragged row, from the batch's positions, and proving it."""
+"""Recomputes one value [.., T, ..] for a ragged row from the batch's positions, and proves it."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class TableRows(NamedTuple):
 
 
 def table_rows(node: fx.Node, probe: RowProbe, form: CallForm) -> TableRows | None:
-    """What a slice takes, or None if the node is no slice of T rows of a tensor whose shape does not depend on T.
+    """What a slice takes, or None if the node is not a slice of T rows of a tensor whose shape does not depend on T.
 
     Found by slicing tables of row numbers, so that it holds for any contents.
     """

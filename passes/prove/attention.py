@@ -1,4 +1,4 @@
-"""What each found attention computes, proved: its mask, its bias, its scale or softcap, its sinks. Equal layers are proved once."""
+"""Proves what each found attention computes: mask, bias, scale or softcap, sinks. Equal layers are proved once."""
 
 from __future__ import annotations
 

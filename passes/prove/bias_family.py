@@ -1,4 +1,4 @@
-"""Additive position biases that a spec can say: ALiBi slopes, a table over the distance (T5), a table over the key's position.
+"""Additive position biases that a spec can express: ALiBi slopes, a table over the distance (T5), a table over the key's position.
 
 Softmax does not see a constant added to a row, so biases are compared after the diagonal's own was taken off each row.
 """

@@ -1,4 +1,4 @@
-"""What a model says of its own layers (config layer_types, sliding_window, attention_chunk_size, is_causal), against what was proved."""
+"""Compares what a config claims about layers (layer_types, sliding_window, attention_chunk_size, is_causal) with what was proved."""
 
 from __future__ import annotations
 

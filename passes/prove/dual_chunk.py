@@ -58,7 +58,7 @@ class DualChunkProbe(SubgraphProbe):
         try:
             super().__init__(scores.output, site.node, form, values, site.where, stops=(*self.products, *rights), products=self.products)
         except Recomputable as reason:
-            raise UnsupportedError(f"{reason}; attention with three queries per token is not evaluated anew") from reason
+            raise UnsupportedError(f"{reason}; attention with three queries per token is not recomputed") from reason
 
     def drawn(self, length: int) -> tuple[list[Tensor], Tensor]:
         """Random products and values of a call of so many tokens, in the graph's own types."""
@@ -117,7 +117,7 @@ class DualChunkProbe(SubgraphProbe):
 
 def prove_dual_chunk(probe: DualChunkProbe) -> DualChunkProof:
     """Raises:
-    UnsupportedError: it is no dual chunk attention; the message names the layer and says what differs.
+    UnsupportedError: it is not a dual chunk attention; the message names the layer and says what differs.
     CallNotPaged: it depends on an input of this call.
     """
     (order, first), (other, second) = (probe.match(n, scale) for n, scale in zip(MATCH_LENGTHS, probe.scales, strict=True))

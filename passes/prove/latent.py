@@ -154,7 +154,7 @@ def _check_on_random_numbers(site: AttentionSite, proof: LatentProof, form: Call
         got = evaluate(nodes, given | _sizes(nodes, form), operand)[0].cpu().double()
         limit = operation_limit(expected, value_of(operand).dtype)
         if got.shape != expected.shape or not bool(((got - expected).abs() <= limit).all()):
-            raise NotLatent("keys or values are no linear maps of their row")
+            raise NotLatent("keys or values are not linear maps of their row")
 
 
 def _sizes(nodes: list[fx.Node], form: CallForm) -> dict[fx.Node, Any]:

@@ -1,4 +1,4 @@
-"""The families of attention masks that a spec can say, matched exactly against evaluated masks."""
+"""The families of attention masks that a spec can express, matched exactly against evaluated masks."""
 
 from __future__ import annotations
 

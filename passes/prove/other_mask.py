@@ -1,6 +1,6 @@
 """Masks that no family describes (every third key, blocks with a few keys for all, the first keys beside a window), if they are causal.
 
-The attention itself can then be evaluated anew on all tokens of a request, mask included, whatever that is.
+The attention itself can then be recomputed from all tokens of a request, mask included, whatever that is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_causal_whatever_else(probe: MaskProbe) -> bool:
 
     False where that cannot be seen.
 
-    Not of masks that are made from token ids: those are no rows that are kept.
+    Not of masks that are made from token ids: those are not rows that are kept.
     """
     if any(probe.form.roles.get(node) == "input_ids" and node not in probe.shapes for node in probe.nodes):
         return False

@@ -308,7 +308,7 @@ class ScoreRegion:
                     return node, None
         if _close(np.full_like(logits, logits[0, 0]), logits):
             return None, (round(float(logits[0, 0]), 9),) * heads
-        raise self.refusal("its sinks are no parameter of one logit a head")
+        raise self.refusal("its sinks are not a parameter of one logit a head")
 
     def refusal(self, why: str) -> UnsupportedError:
         if self.scores.of_weights:

@@ -72,7 +72,7 @@ def placeholder_value(role: str, value: Any, lengths: Sequence[int], ids: Tensor
 
 
 class Recomputable(UnsupportedError):
-    """No spec says what an attention computes, but its own part of the graph can be evaluated anew on all tokens of a request.
+    """No spec says what an attention computes, but its own part of the graph can be recomputed from all tokens of a request.
 
     Attributes:
         what: why there is no spec, in a few words.

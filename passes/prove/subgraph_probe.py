@@ -1,4 +1,4 @@
-"""Evaluating a part of a graph on small concrete inputs, with large literals scaled down so that they show."""
+"""Evaluates a part of a graph on small concrete inputs, with large literals scaled down so that they matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of the values of each token hold something of other tokens: a running sum, a convolution, a shift. Found on numbers.
+"""Finds numerically which values of each token depend on other tokens: a running sum, a convolution, a shift.
 
 What is between the model's products with weights and an attention is evaluated on random rows, twice, with one row changed.
 """

@@ -1,10 +1,10 @@
-"""The part of a graph that must be evaluated anew on all tokens of a request to know an attention's output, and what it is made from.
+"""The part of a graph that must be recomputed from all tokens of a request to know an attention's output, and what it is made from.
 
     x -> linear -> q', k', w' | scores of q' and k' -> topk -> mask -> attention over q, k, v
-                     the cut  | evaluated anew: all that holds tokens against tokens, or mixes tokens otherwise (a running sum)
+                     the cut  | recomputed: all that holds tokens against tokens, or mixes tokens otherwise (a running sum)
 
 What is on the left of the cut holds one row per token, is computed as the graph says and kept in pages. On the right, masks and all
-else that is made from positions and the model's own tensors alone are made anew for the request.
+else that is made from positions and the model's own tensors alone are recreated for the request.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class _Search:
         return inside
 
     def _cut(self, inside: set[fx.Node]) -> set[fx.Node]:
-        """The rows from which `inside` is made; what lies on the way and is no row (a comparison, several results at once) joins it."""
+        """The rows from which `inside` is made; what lies on the way and is not a row (a comparison, several results at once) joins it."""
         pending, rows = list(inside), set[fx.Node]()
         while pending:
             for source in read_inputs(pending.pop()):

@@ -1,4 +1,4 @@
-"""Where the elements of an attention's operands lie in the values that the traced graph computes."""
+"""The layout of an attention's operands in the values that the traced graph computes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Operand:
 def operand_of(source: KVSource, form: CallForm) -> Operand | None:
     """Follow an operand back to a node that the traced graph has, too, and see on distinct numbers where its elements come from.
 
-    None where the way back is no mere change of layout, or the node has no row for each token.
+    None where the way back is not a mere change of layout, or the node has no row for each token.
     """
     chain: list[fx.Node] = []
     node = source.base

@@ -1,4 +1,4 @@
-"""Integers in one buffer: what is written comes back, nothing overlaps, and what is no integer is refused."""
+"""Integers in one buffer: what is written comes back, nothing overlaps, and what is not an integer is refused."""
 
 import array
 

@@ -138,7 +138,7 @@ class GraphSteps:
 
 
 def plan_numbers(value: Any) -> Any:
-    """What a plan took from its batch in numbers: all that is no tensor, batch, pool or foreign object; of a tensor its shape."""
+    """What a plan took from its batch in numbers: all that is not a tensor, batch, pool or foreign object; of a tensor its shape."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, Batch | KVPool):

@@ -25,7 +25,7 @@ STEPS = {
     "chunks": ((16, 16), (5, 11), (40, 7)),
 }
 SPECS = {"512 + 64": (32, 8, 12, 10, False), "no rotated part": (16, 0, 8, 8, False), "rotated first": (20, 4, 6, 12, True)}
-# rank, rotated, key_dim and value_dim of DeepSeek V2 and V3, MiniCPM3, Mistral 4, AXK2 and GLM 5; one that is no power of two
+# rank, rotated, key_dim and value_dim of DeepSeek V2 and V3, MiniCPM3, Mistral 4, AXK2 and GLM 5; one that is not a power of two
 PUBLISHED = {
     "512 + 64": (512, 64, 128, 128, False), "256 + 32": (256, 32, 64, 64, False), "256 + 64": (256, 64, 64, 128, False),
     "128 + 32": (128, 32, 64, 64, False), "512 + 0": (512, 0, 192, 256, False), "96 + 24": (96, 24, 32, 32, True),

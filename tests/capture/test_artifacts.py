@@ -84,7 +84,7 @@ def test_a_damaged_or_foreign_entry_is_not_used(
     path = entry(cache, "key")
     path.write_bytes(damage(path.read_bytes()))
     assert cache.load("key") is None
-    assert len(warnings()) == 1 and words in warnings()[0] and "compiled anew" in warnings()[0] and str(path) in warnings()[0]
+    assert len(warnings()) == 1 and words in warnings()[0] and "compiled again" in warnings()[0] and str(path) in warnings()[0]
     assert cache.save("key", Written(b"new"), "")
     found = cache.load("key")
     assert found is not None and found.run() == b"new"
@@ -208,7 +208,7 @@ def in_the_way(path: Path, kind: str) -> None:
         path.symlink_to("/dev/zero")
 
 
-@pytest.mark.parametrize(("kind", "words"), [("pipe", "is no file, but a pipe"), ("folder", "but a folder"), ("device", "OSError")])
+@pytest.mark.parametrize(("kind", "words"), [("pipe", "is not a file, but a pipe"), ("folder", "but a folder"), ("device", "OSError")])
 def test_what_is_no_file_is_not_waited_for(cache: ArtifactCache, warnings: Callable[[], list[str]], kind: str, words: str) -> None:
     """On a thread that is left behind if it hangs."""
     cache.save("key", Written(b"content"), "")
@@ -217,7 +217,7 @@ def test_what_is_no_file_is_not_waited_for(cache: ArtifactCache, warnings: Calla
     reader = threading.Thread(target=lambda: found.__setitem__(0, cache.load("key")), daemon=True)
     reader.start()
     reader.join(20)
-    assert found == [None] and words in warnings()[0] and "compiled anew" in warnings()[0]
+    assert found == [None] and words in warnings()[0] and "compiled again" in warnings()[0]
 
 
 def test_code_that_others_may_have_written_is_not_run(cache: ArtifactCache, warnings: Callable[[], list[str]]) -> None:

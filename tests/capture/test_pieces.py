@@ -290,4 +290,4 @@ def test_a_piece_that_can_not_be_kept_is_noted(tmp_path: Path) -> None:
     report, _ = compile_model("llama", compiler, None)
     assert report.kept is None, "nothing is on disk"
     ours = compile_function(lambda x: double(x + 1) * 2, [torch.randn(4, 3)], compiler, ArtifactCache(tmp_path, compiler.load))[0]
-    assert ours.kept is not None and len(ours.kept) == 2, "split ops are no part of a piece"
+    assert ours.kept is not None and len(ours.kept) == 2, "split ops are not part of a piece"

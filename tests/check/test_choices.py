@@ -96,7 +96,7 @@ def test_pieces_that_round_otherwise_are_no_false_alarm(family: str, monkeypatch
 
 
 def test_where_latents_follow_experts_another_choice_is_no_false_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries and latents are no values of the original graph: what they are made of within a piece is that piece's own in both."""
+    """Queries and latents are not values of the original graph: what they are made of within a piece is that piece's own in both."""
     checked = Traced(build("deepseek_v3", **MANY, num_hidden_layers=3).to(torch.bfloat16), (*PASSES, "latent_attention"))
     assert any(layer.spec.describe().count("latent") for layer in checked.graph.rewrite.layers)
     for seed in range(4):

@@ -96,7 +96,7 @@ def test_latent_attention_has_keys_of_every_head(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--on", "toaster"], "--on 'toaster' is no device; allowed are cpu, cuda"),
+        (["--on", "toaster"], "--on 'toaster' is not a device; allowed are cpu, cuda"),
         (["--head-dim", "0"], "--head-dim is 0; allowed are values of at least 1"),
         (["--page-size", "-1"], "--page-size is -1"),
         (["--q-heads", "7"], "7 query heads over 8 KV heads"),

@@ -26,7 +26,7 @@ SAY = ("--prompt", "x")
         (["--page-size", "0", *SAY], "page_size is 0; allowed are values of at least 1"),
         (["--num-pages", "many", *SAY], "num_pages is 'many'"),
         (["--prefix-cache", "perhaps", *SAY], "prefix_cache is 'perhaps'"),
-        (["--device", "toaster", *SAY], "device 'toaster' is no device"),
+        (["--device", "toaster", *SAY], "device 'toaster' is not a device"),
         (["--device", "cuda:99", *SAY], "device 'cuda:99': this machine shows"),
         (["--prompt-file", "/no/such/file"], "--prompt-file /no/such/file"),
         (["--prompt-file", sys.executable], "allowed: UTF-8 text, a prompt on each line"),

@@ -17,4 +17,4 @@ def test_names_and_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert server_settings(parser.parse_args(["serve", "--model", "x"]), "x").lora_folder is None
     with pytest.raises(SystemExit):
         parser.parse_args(["serve", "--model", "x", "--lora", "folder"])
-    assert "'folder' is no NAME=FOLDER" in capsys.readouterr().err
+    assert "'folder' is not a NAME=FOLDER" in capsys.readouterr().err

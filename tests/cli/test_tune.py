@@ -160,12 +160,12 @@ def test_what_can_not_be_loaded_is_left_out(gpu: Machine, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--decode", "8"], "--decode '8' is no step; allowed are numbers as in 64x4096"),
-        (["--decode", "8x1"], "--decode '8x1' is no step"),
-        (["--decode", "0x8"], "--decode '0x8' is no step"),
-        (["--prefill", "1x9x8"], "--prefill '1x9x8' is no step"),
-        (["--prefill", "8x64"], "--prefill '8x64' is no step"),
-        (["--prefill", "1x0x8"], "--prefill '1x0x8' is no step"),
+        (["--decode", "8"], "--decode '8' is not a step; allowed are numbers as in 64x4096"),
+        (["--decode", "8x1"], "--decode '8x1' is not a step"),
+        (["--decode", "0x8"], "--decode '0x8' is not a step"),
+        (["--prefill", "1x9x8"], "--prefill '1x9x8' is not a step"),
+        (["--prefill", "8x64"], "--prefill '8x64' is not a step"),
+        (["--prefill", "1x0x8"], "--prefill '1x0x8' is not a step"),
         (["--device", "toaster"], "--device 'toaster' cannot be tuned"),
         (["--device", "cuda"], "--device 'cuda': this machine shows 0 GPUs; a file for another GPU must be made on that one"),
         (["--device", "cuda:3"], "--device 'cuda:3': this machine shows 0 GPUs"),

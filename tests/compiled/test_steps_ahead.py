@@ -58,7 +58,7 @@ def test_latents_run_on_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_biases_of_the_graph_run_on_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ALiBi in 16 bits is no multiple of the distance any more, and stays a table."""
+    """ALiBi in 16 bits is not a multiple of the distance any more, and stays a table."""
     assert asked(build("bloom").to(torch.bfloat16), monkeypatch)["attend"] >= len(STEPS)
 
 

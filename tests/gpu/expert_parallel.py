@@ -45,7 +45,7 @@ def say(*words: object) -> None:
 
 
 def tokens(device: torch.device, names: Sequence[str] = MODELS) -> None:
-    """Raises AssertionError where a rank's tokens are not the whole model's, a layer is not the op, or decodes are no full graphs."""
+    """Raises AssertionError where a rank's tokens are not the whole model's, a layer is not the op, or decodes are not full graphs."""
     torch.set_float32_matmul_precision("highest")
     for name in names:
         whole = build(name).to(device)

@@ -1,7 +1,7 @@
 """`python -m tests.gpu.published_shapes FAMILY [--tiny] [--layers N]`: layers at the published width with random weights; one JSON line.
 
 float32: greedy tokens through the engine as it is by default (Inductor, graphs, overlap) equal the model's own `generate` and a
-loop without a cache. bfloat16, the same weights: logits of the same tokens through the engine are no farther from the float32
+loop without a cache. bfloat16, the same weights: logits of the same tokens through the engine are not farther from the float32
 model's than transformers' own bfloat16 logits are. With --layers there is no room for float32: whether the model is accepted in
 bfloat16, and how far its logits are from transformers'.
 """

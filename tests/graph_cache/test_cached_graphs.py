@@ -342,7 +342,7 @@ def test_a_wrong_graph_is_found_by_the_numbers_and_made_anew(cache: Path, said: 
     rewritten(path, without_window)
     runner = TracedRunner(mistral(), OPTIONS)
     assert "loaded from disk" not in runner.compiled.rewrite.seconds, "it was rewritten here"
-    assert "was not used, and the model was traced anew" in said(logging.WARNING) and "self-check failed" in said(logging.WARNING)
+    assert "was not used, and the model was traced again" in said(logging.WARNING) and "self-check failed" in said(logging.WARNING)
     assert is_found(mistral()), "the new one has taken its place"
 
 

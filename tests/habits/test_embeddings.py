@@ -260,5 +260,5 @@ def test_other_modules_are_refused(kinds: list[str], pooling: dict[str, Any], wo
 
 def test_no_weights_are_made_up(tmp_path: Path) -> None:
     embedder("bert").save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedError, match=r"holds BertModel and no weights of classifier\.bias: it is no model that classifies"):
+    with pytest.raises(UnsupportedError, match=r"holds BertModel and no weights of classifier\.bias: it is not a model that classifies"):
         LLM(tmp_path, task="classify", device="cpu")

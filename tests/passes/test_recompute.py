@@ -157,7 +157,7 @@ def gates_for_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Weights that add up to 1, and are no softmax of q.k."""
+    """Weights that add up to 1, and are not softmax of q.k."""
     weights = (F.elu(q) + 1) @ (F.elu(k) + 1).mT * visible(q)
     return weights / weights.sum(-1, keepdim=True) @ v
 

@@ -117,7 +117,7 @@ def test_requests_that_a_layer_would_mix_are_mapped() -> None:
         (Branching, r"what it launches depends on more than its tensors: "),
         (Asking, r"it asks for values of a tensor \(aten\._local_scalar_dense\.default\)"),
         (Choosing, r"it asks for values of a tensor \(aten\.index\.Tensor\)"),
-        (Keeping, r"it reads a tensor \[6\] in aten\.mul\.Tensor that is no parameter and no buffer of the module"),
+        (Keeping, r"it reads a tensor \[6\] in aten\.mul\.Tensor that is neither a parameter nor a buffer of the module"),
         (HurtByPadding, r"beside padding it is off by inf"),
         (LooksAtItsRows, r"it decodes requests one by one"),
     ],
@@ -175,6 +175,6 @@ def test_launches_tell_tensors_by_where_they_come_from() -> None:
     assert not first_difference(first, second)
     assert first_difference(first, told(torch.randn(2, 3), torch.randn(3, 3))), "another weight"
     assert first_difference(first, first[:1]) == "2 operations in one step, 1 in another"
-    with pytest.raises(NotCapturable, match="no parameter and no buffer"):
+    with pytest.raises(NotCapturable, match="neither a parameter nor a buffer"):
         with Launches([], []):
             weight.neg()

@@ -113,5 +113,5 @@ def test_off_unless_the_server_allows_it(adapters: Adapters) -> None:
     with serving() as server:
         assert post(server, "load", lora_name="b", lora_path=adapters.folders["b"])[0] == 404
         assert post(server, "unload", lora_name="b")[0] == 404
-    with pytest.raises(ValueError, match="lora_folder is '/nowhere', which is no folder"), serving(lora_folder="/nowhere"):
+    with pytest.raises(ValueError, match="lora_folder is '/nowhere', which is not a folder"), serving(lora_folder="/nowhere"):
         pass

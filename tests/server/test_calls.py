@@ -218,7 +218,7 @@ def test_a_key_has_so_many_at_a_time_and_so_many_a_minute() -> None:
             wait_for(lambda: running.num_prompts == 2)
             third = post(running, headers)
             assert (third.status_code, third.json()["error"]["code"]) == (429, "too_many_requests")
-            assert cancel(running, "nothing", "alice").status_code == 404, "that is no request that runs"
+            assert cancel(running, "nothing", "alice").status_code == 404, "that is not a request that runs"
         assert [each.result().status_code for each in two] == [200, 200]
         assert [post(running, headers).status_code for _ in range(3)] == [200, 200, 429]
         late = post(running, headers)

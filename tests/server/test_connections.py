@@ -64,7 +64,7 @@ def test_what_is_no_http_is_told_in_the_form_of_all_errors(strict: Running, sent
         raw.send(sent)
         head, _, body = read_all(raw).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json")
-    assert "no HTTP request that the server can read" in json.loads(body)["error"]["message"]
+    assert "not an HTTP request that the server can read" in json.loads(body)["error"]["message"]
 
 
 def test_bytes_that_drip_are_not_enough(strict: Running) -> None:

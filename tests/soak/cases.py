@@ -18,7 +18,7 @@ NEW = 24
 DERIVED = 16  # a prompt may go on with so many tokens of its own answer
 POSITIONS: int = COMMON["max_position_embeddings"]
 LOGPROB_ERROR = 2e-3
-NEVER = frozenset({0, POISON})  # the padding, which is no text, and the token that gives NaN
+NEVER = frozenset({0, POISON})  # the padding, which is not text, and the token that gives NaN
 SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_p": 0.9},
     {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.3},

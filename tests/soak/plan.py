@@ -20,7 +20,7 @@ class Plan:
     Attributes:
         kind: what drives the engine: its own caller turn by turn, threads on one LLM, or clients of the server in another process.
         captured: steps are recorded, on the tape that stands for CUDA graphs.
-        own_capture: the model is traced anew for this engine.
+        own_capture: the model is traced again for this engine.
         turns: engine: turns of the loop; threads, server: calls.
         abrupt: closed, or shut down, in the middle of its work.
         tight: so little room that clients of the server are turned away for certain.

@@ -13,7 +13,7 @@ MEANING = {
     "ambiguous": "the model disagrees with itself (`generate` and calls without a cache); the reason says which one we match",
     "refused": "`UnsupportedError`: paged_attn says what it cannot run, and runs nothing",
     "wrong": "other tokens than the unmodified model",
-    "crash": "an error that is no refusal",
+    "crash": "an error that is not a refusal",
     "timeout": "no answer in time",
     "no_oracle": "nothing to compare with: the reason says why",
 }

@@ -1,4 +1,4 @@
-"""What backends share whose kernels serve decode steps only: another one prefills in front of them, as in "fa3,trtllm_mha"."""
+"""Common code of backends whose kernels run only decode steps: another backend does the prefill, as in "fa3,trtllm_mha"."""
 
 from __future__ import annotations
 

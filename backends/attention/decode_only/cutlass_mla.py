@@ -74,7 +74,7 @@ class CutlassMlaBackend(DecodeOnlyBackend):
         call.output[:count].copy_(result)
 
     def _workspace(self, batch: Batch) -> Tensor:
-        """Not made anew in each step, because a captured graph keeps the address."""
+        """Not created in each step, because a captured graph keeps the address."""
         table = batch.page_table
         size = self._workspace_bytes(table.shape[1] * batch.page_size, batch.num_requests, num_kv_splits=SPLITS)
         if not self._workspaces or self._workspaces[-1].numel() < size or self._workspaces[-1].device != table.device:
@@ -86,7 +86,7 @@ def pages_in_page(pool: KVPool) -> int:
     """How many pages of one layer a page of the pool is.
 
     Raises:
-        UnsupportedError: it is no whole number of them, or a layer has other rows.
+        UnsupportedError: it is not a whole number of them, or a layer has other rows.
     """
     widths = {spec.qk_head_dim if isinstance(spec, LatentSpec) else 0 for spec in pool.layers if spec.by_backend}
     width = max(widths)

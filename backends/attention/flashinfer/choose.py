@@ -1,4 +1,4 @@
-"""Which of FlashInfer's kernels runs a part of a step. Pure: from host numbers alone.
+"""Which of FlashInfer's kernels runs a part of a step. Pure: depends only on host numbers.
 
 FlashInfer has three. "decode" runs on CUDA cores, one query per request. "fa2" runs on tensor cores, packs the query heads of a KV head
 into one tile and splits long prefixes over the GPU. "fa3" is for SM90: fastest on long prompts, but it neither packs heads nor splits.

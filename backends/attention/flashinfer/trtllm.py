@@ -1,4 +1,4 @@
-"""What TensorRT-LLM's decode kernels share: they read the batch's own tensors, beside one workspace."""
+"""Common code of TensorRT-LLM's decode kernels, which read the batch's own tensors and share one workspace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlashInfer's wrapper objects: made once, planned once per step, and never planned again while somebody still needs the last plan."""
+"""FlashInfer's wrapper objects: made once, planned once per step, and never planned again while the last plan is still needed."""
 
 from __future__ import annotations
 

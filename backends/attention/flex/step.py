@@ -1,4 +1,4 @@
-"""Where a step's queries and keys go for flex_attention: worked out once per step, on the device, from lengths that the host knows, too."""
+"""The layout of a step's queries and keys for flex_attention: computed once per step on the device from lengths that the host knows."""
 
 from __future__ import annotations
 

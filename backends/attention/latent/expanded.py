@@ -1,4 +1,4 @@
-"""Keys and values are made of the rows in the pool, so many at a time as fit into a bounded memory, and attended to as in the model.
+"""Computes keys and values from the rows in the pool, as many at a time as fit into bounded memory, and attends to them as the model does.
 
 New prompts, which have nothing in the pool yet, are expanded and attended to several at a time.
 """

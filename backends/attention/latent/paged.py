@@ -1,4 +1,4 @@
-"""Keys and values are made of the rows into a pool of their own, for a backend whose kernels attend to them faster than PyTorch's do.
+"""Computes keys and values from the rows into a separate pool, for backends whose kernels attend to them faster than PyTorch's.
 
 That pool has pages of one token, so that contexts of any lengths lie end to end, and the products write keys and values where they belong.
 A context too long to be expanded at once is attended to part after part, and the results are joined by log-sum-exps.

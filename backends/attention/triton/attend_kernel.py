@@ -1,4 +1,4 @@
-"""The attention kernel: paged, ragged, split by stream-K, merged by whoever finishes an item last.
+"""The attention kernel: paged, ragged, split by stream-K, merged by the program that finishes an item last.
 
 For each query row: softmax(softcap(scale * q.K) + bias) @ V over the keys that the row sees, read in place through the page table, by the
 online softmax in base 2 (Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867; FlashAttention-2, https://arxiv.org/abs/2307.08691).
@@ -22,7 +22,7 @@ from paged_attn.backends.attention.triton.parts import NO_KEY, keep_part, merge_
 from paged_attn.backends.attention.triton.tiles import first_item, next_item, tile_keys
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LEAST_BIAS = tl.constexpr(-3.0e38)  # hides a key as well as any other, and what is subtracted from itself is no NaN
+LEAST_BIAS = tl.constexpr(-3.0e38)  # hides a key as well as any other, and what is subtracted from itself is not NaN
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The Triton backend: one attention kernel for decode and extension, dealt to the device by stream-K; no package beyond Triton."""
+"""The Triton backend: one attention kernel for decode and extend, its work divided by stream-K; no package beyond Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many new tokens a deterministic step may have: each part of its fixed cut keeps sums of its own, however many parts there are."""
+"""How many new tokens a deterministic step may have: each part of its fixed split stores partial sums, however many parts there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partial results of items that several programs have parts of, and their sum, which whoever is last takes.
+"""Partial results of work items split over several programs, and their sum, which the last program computes.
 
 A slot has `acc` [KEEP_ROWS, BLOCK_DV] in `partial`, and `m` and `norm` [KEEP_ROWS] behind each other in `partial_stats`, float32.
 """

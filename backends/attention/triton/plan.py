@@ -1,4 +1,4 @@
-"""What the Triton backend prepares for a step."""
+"""The Triton backend's plan of a step."""
 
 from __future__ import annotations
 

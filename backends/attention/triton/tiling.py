@@ -1,4 +1,4 @@
-"""Launch numbers of the kernels, in one place.
+"""Launch parameters of the kernels.
 
 Measured on one H200 (triton 3.6.0, torch 2.11, 2026-11-21) with `python benchmarks/kernels.py`, 32 query heads over 8, dim 128, bfloat16:
 - Decode: 64 keys, 4 warps, 3 stages, 2 programs per multiprocessor were best or within 1 % of it on six of seven shapes. One request of

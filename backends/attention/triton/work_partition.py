@@ -1,4 +1,4 @@
-"""The dealt work of one kind of layer in one step: sizes and buffers on the host's side, two small launches on the device's."""
+"""How the work of one kind of layer in one step is divided: sizes and buffers on the host, two small launches on the device."""
 
 from __future__ import annotations
 

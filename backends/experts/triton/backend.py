@@ -17,7 +17,7 @@ SHARED = 1.27  # pairs for each expert that they have: from here on one read of 
 
 
 def reads_each_pair(tokens: int, top_k: int, experts: int) -> bool:
-    """Whether so few tokens share an expert, if they choose at random, that each pair of a token and an expert reads the weights anew."""
+    """Whether so few tokens share an expert, if they choose at random, that each pair of a token and an expert reads the weights again."""
     chosen = experts * (1 - (1 - min(1, top_k / experts)) ** tokens)
     return tokens <= FEW_TOKENS and tokens * top_k <= SHARED * chosen
 

@@ -1,4 +1,4 @@
-"""What stands between an expert's two products, in Triton; `Gating` in words."""
+"""The gate between an expert's two products, in Triton; `Gating` says what it computes."""
 
 # mypy: ignore-errors
 

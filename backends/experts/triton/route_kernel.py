@@ -1,4 +1,4 @@
-"""Routing in one launch: a program for each token. `Routing` in attn_ops/specs/routing.py says the same in PyTorch."""
+"""Routing in one launch: a program for each token. `Routing` in attn_ops/specs/routing.py computes the same in PyTorch."""
 
 # mypy: ignore-errors
 

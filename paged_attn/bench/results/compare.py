@@ -1,4 +1,4 @@
-"""This engine's outcome beside each peer's: ratios, equal tokens, and the record of it all."""
+"""Compares this engine's results with each peer's: ratios, equal tokens, and the record of everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A record as text: speeds with ratios, latencies, and what each system took to start and to hold."""
+"""A record as text: speeds with ratios, latencies, and each system's startup time and memory."""
 
 from __future__ import annotations
 

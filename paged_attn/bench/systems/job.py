@@ -1,4 +1,4 @@
-"""What one system is told to do and what it says about it, as JSON between two processes."""
+"""The job of one system and its log, as JSON between two processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Job:
         repeat: how often each workload is timed.
         max_seconds: no further repetition of a workload that would take more than this in all; a first one there always is.
         options: the system's own settings.
-        progress: draw bars even if stderr is no terminal.
+        progress: draw bars even if stderr is not a terminal.
     """
 
     system: str

@@ -1,4 +1,4 @@
-"""The systems that can be measured, and what each has to do. Imports nothing heavy."""
+"""The systems that can be measured, and the job of each. Imports nothing heavy."""
 
 from __future__ import annotations
 

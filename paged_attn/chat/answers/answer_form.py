@@ -1,4 +1,4 @@
-"""How the answers to one chat are enforced, decoded and read."""
+"""How the answers to one chat are constrained, decoded and parsed."""
 
 from __future__ import annotations
 

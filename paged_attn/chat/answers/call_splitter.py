@@ -1,4 +1,4 @@
-"""Calls apart from the rest of an answer, as it comes."""
+"""Separates tool calls from the rest of an answer as it arrives."""
 
 from __future__ import annotations
 

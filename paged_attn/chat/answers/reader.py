@@ -1,4 +1,4 @@
-"""Reads one answer as it comes: text in, parts out."""
+"""Parses one answer as it arrives: text in, parts out."""
 
 from __future__ import annotations
 

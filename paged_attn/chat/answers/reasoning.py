@@ -1,4 +1,4 @@
-"""Reasoning apart from the answer, by the tags that a template has."""
+"""Separates reasoning from the answer, by the tags of a chat template."""
 
 from __future__ import annotations
 
@@ -116,6 +116,6 @@ def grammar_of(tags: ThinkTags | None, inside: bool, mark: Any) -> tuple[str, li
     if tags is None:
         return "", []
     opening, closing = mark(tags.opening), mark(tags.closing)
-    # A text that is no token of its own ends a lexeme; a token that is one is a lexeme by itself.
+    # A text that is not a token of its own ends a lexeme; a token that is one is a lexeme by itself.
     thought = f"thought: /(?s:.*)/ {closing}" if closing.startswith("<") else f"thought[suffix={closing}]: /(?s:.*)/"
     return ("thought /\\s{0,4}/ " if inside else f"({opening} thought /\\s{{0,4}}/)? "), [thought]

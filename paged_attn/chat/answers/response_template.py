@@ -1,4 +1,4 @@
-"""Answers read by the tokenizer's own response template, where it has one (transformers 5)."""
+"""Parses answers with the tokenizer's own response template, if it has one (transformers 5)."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class TemplateReader:
         return [told] if told else []
 
     def _calls(self, value: Any) -> list[Part]:
-        """Told as content if one of them is no call."""
+        """Told as content if one of them is not a call."""
         listed = value if isinstance(value, list) else [value]
         functions = [each.get("function", each) if isinstance(each, dict) else {} for each in listed]
         found = [(function.get("name"), as_text(function.get("arguments"))) for function in functions]

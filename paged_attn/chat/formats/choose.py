@@ -1,4 +1,4 @@
-"""Which format of calls a template means, and which one is enforced."""
+"""Which tool-call format a template uses, and which one is enforced."""
 
 from __future__ import annotations
 

@@ -42,5 +42,5 @@ class HarmonyFormat(ToolFormat):
         return [f"calls: before? ({' | '.join(f'call{i}' for i in range(len(calls)))})", before, thought, *calls]
 
     def answer(self, mark: Mark) -> str:
-        """What stands before an answer that is no call."""
+        """What stands before an answer that is not a call."""
         return f'{mark(CHANNEL)} "final" {mark(MESSAGE)} '

@@ -1,4 +1,4 @@
-"""Formats whose calls stand in one section, each between marks of its own, with arguments in JSON."""
+"""Formats whose calls are in one section, each between its own marks, with arguments in JSON."""
 
 from __future__ import annotations
 

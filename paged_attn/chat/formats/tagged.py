@@ -39,7 +39,7 @@ class TaggedFormat(ToolFormat):
         return Taken(self.calls(body), end)
 
     def calls(self, body: str) -> Sequence[Call]:
-        """What lies between the marks; () if that is no call."""
+        """What lies between the marks; () if that is not a call."""
         call = self.call(body)
         return () if call is None else (call,)
 

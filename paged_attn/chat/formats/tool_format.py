@@ -1,4 +1,4 @@
-"""What a format of calls is, and what several of them share."""
+"""The base class of tool-call formats, and helpers that several of them share."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def load_json(text: str) -> Any:
 
 
 def load_first_json(text: str, at: int) -> tuple[Any, int] | None:
-    """The value that begins at the first character from `at` on that is no space, and its end; None if it is no JSON, or not whole."""
+    """The value that begins at the first character from `at` on that is not a space, and its end; None if it is not JSON, or not whole."""
     try:
         value, end = _DECODER.raw_decode(text, space_end(text, at))
     except (ValueError, RecursionError):

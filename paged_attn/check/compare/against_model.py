@@ -1,4 +1,4 @@
-"""The traced graph beside the model itself, called as its users call it: what torch.compile saw must be what they get."""
+"""Compares the traced graph with the model itself, called as its users call it: torch.compile must have seen what they get."""
 
 from __future__ import annotations
 

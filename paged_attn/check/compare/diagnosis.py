@@ -1,4 +1,4 @@
-"""Which part is at fault for a row that is off: a kernel, the recognition of a layer, Inductor, a pass, or the model's own code."""
+"""Finds the part that causes a wrong row: a kernel, the recognition of a layer, Inductor, a pass, or the model's own code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXACT_BACKEND = "reference"
 
 
 def refusal(suspect: Suspect, served: Served, original: Original, truth: Truth, noise: Noise) -> UnsupportedError:
-    """The words for the first row that is off."""
+    """The error for the first wrong row."""
     seen = (
         f"token {suspect.row + 1} of a prompt of {len(truth.prompts[suspect.prompt])}, among {suspect.step}, is off by "
         f"{suspect.error:.2g} of its size (allowed {suspect.limit:.2g}; rounding alone does {noise.level[suspect.name]:.2g})"

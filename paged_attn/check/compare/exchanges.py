@@ -1,4 +1,4 @@
-"""What a token's router might have chosen: one or two of the best k replaced by as many that were chosen in some other run.
+"""Other choices that a token's router might have made: one or two of the best k replaced by experts chosen in another run.
 
 With ten of 512 experts a token has many near ties. Runs at random seldom come upon the very choice that was served, but they soon show
 which experts are as good as which.

@@ -1,4 +1,4 @@
-"""A later token must move no earlier row: otherwise a model cannot be generated from token by token."""
+"""Checks that a later token changes no earlier row: otherwise the model cannot generate token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row's position must not matter to other rows: in a paged batch those belong to other requests.
+"""Checks that a row's position does not affect other rows: in a paged batch those belong to other requests.
 
 Some rotary embeddings take other frequencies for a whole call once its largest position is beyond some length, which no short prompt shows.
 So all that lies between the attentions runs twice on a few rows and one behind them: next to them, and at the model's last position. All

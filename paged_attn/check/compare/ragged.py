@@ -1,4 +1,4 @@
-"""The rewritten graph over ragged batches, compared row by row with the original, at every boundary on its own."""
+"""Compares the rewritten graph on ragged batches with the original, row by row and at each boundary separately."""
 
 from __future__ import annotations
 

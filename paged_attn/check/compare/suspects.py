@@ -1,10 +1,10 @@
-"""Rows that are off by more than rounding explains, until it is seen that the model's own rounding may choose that, too.
+"""Suspect rows: off by more than rounding explains, unless rounding in the model itself can lead to the same choice.
 
 A router takes the best experts, an indexer the best keys, a quantiser the nearest step. Where two are as good as equal, any other order of
 adding up takes the other one, and the row is another. So the original is run with all its numbers moved a little, many times over, and
 each time once more with its own numbers and what was chosen then; and with what one or two of the router's choices were replaced by in
-any of these runs. A suspect row is explained if it is one of these, as far as rounding moves that row; what never comes out so is no choice
-of the model's.
+any of these runs. A suspect row is explained if it equals one of these, up to the effect of rounding on that row; any other row is not the
+result of a choice of the model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Windows and chunks that are longer than the probe prompts: each kind of attention alone, on as many tokens as show where they end.
 
-Queries, keys and values are rows that the model computed for a probe prompt, drawn anew as often as it takes. The model's own
+Queries, keys and values are rows that the model computed for a probe prompt, redrawn as often as necessary. The model's own
 attention, mask and all, gets them as one sequence; the paged op in chunks and a decode step.
 """
 

@@ -69,7 +69,7 @@ class Boundaries:
             if result in found.traced
         }
         by_op = {report.op_node: Boundary(report.original_node, report) for report in found.layers}
-        # The length of a call is no value of its tokens: a later one changes it. What is made of it is compared.
+        # The length of a call is not a value of its tokens: a later one changes it. What is made of it is compared.
         computed = [op for op, kind in zip(split.op_names, split.ops, strict=True) if kind != REQUEST_LENGTHS._schema.name]
         by_op |= {op: Boundary(found.traced[op]) for op in computed if op in found.traced}
         written = {name: by_op[op] for name, op in zip(split.breaks, split.op_names, strict=True) if op in by_op}
@@ -83,7 +83,7 @@ class Boundaries:
 
     @property
     def stages(self) -> dict[str, int]:
-        """By node, the place in `order` of what computes it; of an operand that is no result of a piece, that of the last piece before."""
+        """By node, the index in `order` of what computes it; for an operand that no piece returns, the index of the last piece before."""
         rank = {name: index for index, name in enumerate(self.order)}
         found = {each.original: rank[name] - 1 for name, given in self.given.items() for each in given}
         found |= {boundary.original: rank[name] for (name, _), boundary in self.results.items()}

@@ -18,7 +18,7 @@ from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, is_in_flight, t
 from paged_attn.passes.fx.graph_tools import is_view, name_of, writes_in_place
 
 Choices = Mapping[str, Any]  # by node: the operation's result
-# Floating numbers that no kernel rounds (how many, and ones among zeros); what is made of them (where an expert's rows begin) is no choice.
+# Floating numbers that no kernel rounds (counts, ones among zeros): integers computed from them (an expert's first row) are not choices.
 COUNTS = ("histc", "scatter")
 
 

@@ -1,4 +1,4 @@
-"""What the checks need of whatever is served: a rewritten graph in pieces (`traced`) or a model whose attention is hooked (`hooked`)."""
+"""The interface of the checks to the served model: a rewritten graph in pieces (`traced`) or a hooked model (`hooked`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ragged batches of a check: a few prompts over several steps, and once among many other tokens, on shuffled pages among NaN."""
+"""The ragged batches of a check: a few prompts over several steps, and once among many other tokens, on shuffled pages amid NaN."""
 
 from __future__ import annotations
 

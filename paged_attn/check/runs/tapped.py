@@ -1,4 +1,4 @@
-"""Running a graph node by node, with some of its values seen, and replaced, on the way; and the same in wider numbers."""
+"""Runs a graph node by node, reading and replacing some of its values; also in a wider dtype."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TappedRun(fx.Interpreter):
 class WideRun(TappedRun):
     """The same in float32 for 16-bit floats, and in float64 for float32: what the graph would compute if it did not round.
 
-    An operation that has no such form (a quantised product, a fused kernel, somebody's own op) computes as it is.
+    An operation that has no such form (a quantised product, a fused kernel, a third-party op) computes as it is.
 
     Args:
         narrow: the model's own floating type.

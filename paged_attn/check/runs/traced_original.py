@@ -1,4 +1,4 @@
-"""The graph as it was traced, on one prompt alone: what it computes at every boundary, and what rounding does to that."""
+"""Runs the traced graph on one prompt alone: its values at every boundary, and the effect of rounding on them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TracedOriginal(Original):
         sequence, in wider numbers or as they are; or why that cannot be computed."""
         name = layer.original_node
         if not layer.operands or not all(truth.has_rows(each.name) for each in layer.operands) or name not in truth.names:
-            return "its operands are no rows of the graph"
+            return "its operands are not rows of the graph"
         graph = self.gm.graph
         nodes = {node.name: node for node in graph.nodes}
         result, operands = nodes[name], [nodes[operand.name] for operand in layer.operands]
@@ -100,7 +100,7 @@ def _inner_reads(graph: fx.Graph, boundaries: Boundaries) -> dict[str, frozenset
     on with the value as it was computed, and what is forced there begins at the next piece, as in what is served. A value that something
     writes to has none, since two copies of it would be two.
 
-    What an op between pieces is given comes from a piece before it, also where it is no boundary: the latents of an attention that is
+    What an op between pieces is given comes from a piece before it, also where it is not a boundary: the latents of an attention that is
     served by them, say.
     """
     stages, of_ops = boundaries.stages, {boundary.original for boundary in boundaries.written.values()}

@@ -1,4 +1,4 @@
-"""The rewritten graph, piece by piece as it is served, with the values between the pieces seen, and replaced, on the way."""
+"""Runs the rewritten graph piece by piece as it is served, reading and replacing the values between pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the original graph computes at every boundary for a few prompts, each alone; and how far other runs of it are off."""
+"""The original graph's values at every boundary for a few prompts, each alone; and how far other runs of it deviate."""
 
 from __future__ import annotations
 

@@ -108,4 +108,4 @@ def _device_of(text: str | None) -> tuple[str | None, int | None]:
         return "cuda", int(word[2:])
     if word in ("cpu", "cuda", "hip", "xpu", "npu"):
         return word, None
-    raise ValueError(f"--on {text!r} is no device; allowed are cpu, cuda, hip, xpu, npu, and GPUs as sm90 or sm100")
+    raise ValueError(f"--on {text!r} is not a device; allowed are cpu, cuda, hip, xpu, npu, and GPUs as sm90 or sm100")

@@ -158,7 +158,7 @@ def _workloads(args: argparse.Namespace, usual_scale: str) -> list[Workload]:
 
 def _whole(flag: str, text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError(f"{flag}: {text!r} is no whole number of at least 1")
+        raise ValueError(f"{flag}: {text!r} is not a whole number of at least 1")
     return int(text)
 
 

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     llm = load(args.model, args.dtype, args.device, config, load_options(args), lora=args.lora).llm
     use_template(llm, args.chat_template)
     template_text(llm.tokenizer, None, has_tools=False)
-    print(f"{where_it_runs(llm)}. Ctrl-C stops an answer, Ctrl-D ends, {NEW} begins anew.", file=sys.stderr, flush=True)
+    print(f"{where_it_runs(llm)}. Ctrl-C stops an answer, Ctrl-D ends, {NEW} starts over.", file=sys.stderr, flush=True)
     Conversation(llm, params, args.system, args.lora).run()
     return 0
 

@@ -1,4 +1,4 @@
-"""`paged-attn passes`: what is done to a model's graph, in order, and which of it can be switched off."""
+"""`paged-attn passes`: the passes over a model's graph, in order, and which can be switched off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paged-attn tune`: time every attention backend that fits on this device; backend="auto" then goes by what was measured."""
+"""`paged-attn tune`: time every attention backend that fits on this device; backend="auto" then uses the measurements."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def _steps(args: argparse.Namespace, device: torch.device) -> list[Step]:
             least = 2 if phase == "decode" else 1
             if min(numbers) < 1 or numbers[-1] < max(numbers[-2] if phase == "extend" else 1, least):
                 example = "4x512x8192, with no more new tokens than tokens" if phase == "extend" else "64x4096, with at least 2 tokens"
-                raise ValueError(f"{flag} {label!r} is no step; allowed are numbers as in {example}")
+                raise ValueError(f"{flag} {label!r} is not a step; allowed are numbers as in {example}")
     return [Step(phase, label) for phase in ("extend", "decode") for label in given[phase]]
 
 

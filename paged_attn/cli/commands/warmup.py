@@ -64,7 +64,7 @@ def coming(config: EngineConfig, device: str) -> list[str]:
     lines = ["loading the weights"]
     if config.compile:
         lines.append(f"tracing the model and proving each attention layer: seconds; kept in {_folder('graphs')}")
-        lines.append("comparing with the model: about a second, in each process anew")
+        lines.append("comparing with the model: about a second, again in each process")
     if config.inductor:
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -72,7 +72,7 @@ def coming(config: EngineConfig, device: str) -> list[str]:
     if cuda:
         lines.append("kernels of the attention backend, compiled by Triton or others: up to minutes, kept in their own caches")
         if config.graphs != "off":
-            lines.append(f"capturing CUDA graphs for up to {_num_sizes(config)} sizes of steps: in each process anew")
+            lines.append(f"capturing CUDA graphs for up to {_num_sizes(config)} sizes of steps: again in each process")
     if not cuda and not config.inductor:
         filled = "the traced graph alone is kept" if config.compile else "no cache is filled"
         lines.append(f"nothing is compiled with these settings, so that {filled} (--device cuda, or --inductor)")

@@ -85,11 +85,11 @@ def _weights(folder: Path) -> Any:
 
     found = next((folder / name for name in (WEIGHTS, PICKLED) if (folder / name).is_file()), None)
     if found is None:
-        raise ValueError(f"there is neither {WEIGHTS} nor {PICKLED} in {shown(str(folder))}; save the adapter anew")
+        raise ValueError(f"there is neither {WEIGHTS} nor {PICKLED} in {shown(str(folder))}; save the adapter again")
     try:
         return load_file(found) if found.name == WEIGHTS else torch.load(found, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{shown(str(found))} cannot be read ({shown(str(error))}); copy or save the adapter anew") from error
+        raise ValueError(f"{shown(str(found))} cannot be read ({shown(str(error))}); copy or save the adapter again") from error
 
 
 def _from_model(model: Any, name: str) -> Adapter:
@@ -131,7 +131,7 @@ def _adapter(config: Mapping[str, Any], weights: Mapping[str, Tensor], source: s
         elif "lora_" not in key and (match := _CARRIED.match(key)) is not None:
             carried[f"{match[1]}.{match[2]}"] = tensor
         else:
-            raise UnsupportedError(f"{source}: {key} {list(tensor.shape)} is no factor of a linear layer (lora_A or lora_B). {ALONE}")
+            raise UnsupportedError(f"{source}: {key} {list(tensor.shape)} is not a factor of a linear layer (lora_A or lora_B). {ALONE}")
     if not found:
         raise ValueError(f"{source} holds no weights")
     factors = {}

@@ -179,7 +179,7 @@ class LoraPool:
             if not all(each.to(site.dtype).isfinite().all() for each in (factors.a, factors.b)):
                 raise ValueError(
                     f"{adapter.source}: factors of {module} are infinite or no numbers in {site.dtype}, and would reach requests of "
-                    "others; save the adapter anew"
+                    "others; save the adapter again"
                 )
 
     def write(self, slot: int, module: str, factors: Factors) -> None:

@@ -1,14 +1,14 @@
 """Divides one memory budget between KV pages and recurrent states, by what a request needs of each.
 
-How long requests will be nobody knows. A request takes one state whatever its length, and pages from `least` bytes (of one token) up to
-`most` (of the longest). If each slot is given e bytes of pages, short requests run out of slots and long ones out of pages. Against a
-division that knew their length, the shortest then come to (s + least) / (s + e) as many, the longest to e / most * (s + most) / (s + e),
-with s the bytes of a state. Both are the same, and the worse of them as good as it can be, at
+The length of requests is not known beforehand. A request takes one state whatever its length, and between `least` (one token) and `most`
+(the longest request) bytes of pages. If each slot is given e bytes of pages, short requests run out of slots and long ones out of pages.
+Relative to a division made for their length, (s + least) / (s + e) of the shortest requests fit, and e / most * (s + most) / (s + e) of the
+longest, where s is the size of a state. The smaller of the two is largest where they are equal:
 
     e = most * (s + least) / (most + s)
 
-So a hybrid with long requests gets about half of each, one with few positions the pages that these can fill, and a model without attention
-all of it for states.
+So a hybrid model with long requests gets about half of each, one with few positions the pages that these can fill, and a model without
+attention uses all of the memory for states.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from paged_attn.engine.config import EngineConfig
 
 CPU_KV_GIB = 0.25
 GPU_KV_SHARE = 0.8
-BESIDE_PAGES = 0.5  # share of the memory setting that states get at least when the number of pages is given
+BESIDE_PAGES = 0.5  # least share of the memory that states get if the number of pages is given
 TOKENS_WITHOUT_KV = 1 << 20
-RESERVE = 16  # 1/16 of the slots stays with the prefix cache, so that shared prefixes are still found when all other slots run
+RESERVE = 16  # 1/16 of the slots is reserved for the prefix cache, so that shared prefixes are found even if all other slots are in use
 MIB = 2**20
 
 
 class StateSlots(NamedTuple):
-    """Slots of recurrent state, slot 0 included, for requests and for states that the prefix cache keeps.
+    """Slots of recurrent state, including slot 0, for requests and for states that the prefix cache keeps.
 
-    kept: the cache has at most so many; reserved: so many of them it need not give to requests.
+    kept: the most slots of the cache; reserved: how many of those are not evicted for requests.
     """
 
     total: int
@@ -55,11 +55,11 @@ NO_STATE = StateSlots(0, 0)
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Bytes that a model takes of the memory for KV and states.
+    """Memory that a model needs for KV and states.
 
-    slot: one request's recurrent state; 0 without recurrent layers.
-    page: one page of the pool, which holds all layers or one group of them; 0 without attention.
-    least, most: pages of a request of one token, and of the longest; None: no limit.
+    slot: bytes of one request's recurrent state; 0 without recurrent layers.
+    page: bytes of one page of the pool, which holds all layers or one group of them; 0 without attention.
+    least, most: number of pages of a request of one token, and of the longest request (None: no limit).
     """
 
     slot: int
@@ -77,14 +77,14 @@ class MemoryNeeds:
         recurrent: Sequence[RecurrentSpec] = (),
         longest: int | None = None,
     ) -> MemoryNeeds:
-        """`longest`: tokens that a request may come to."""
+        """`longest`: the most tokens of a request."""
         page = page_elements(layers, config.page_size, groups) * dtype.itemsize
         most = None if longest is None else _pages_of(groups, longest, config)
         return cls(slot_bytes(recurrent), page, _pages_of(groups, 1, config), most)
 
     @property
     def pages_per_slot(self) -> float:
-        """Bytes of pages for each slot of state: see above."""
+        """Bytes of pages for each slot of state: e in the module's docstring."""
         least = self.least * self.page
         if self.most is None:
             return self.slot + least
@@ -99,26 +99,26 @@ def _pages_of(groups: Sequence[LayerGroup], num_tokens: int, config: EngineConfi
 
 
 def frames_of_request(groups: Sequence[LayerGroup], num_tokens: int, page_size: int, step: int = 1) -> int:
-    """Frames that a request of so many tokens takes at most, while its steps compute `step` tokens."""
+    """The most frames that a request of `num_tokens` tokens takes, if its steps compute `step` tokens."""
     return sum(group.keeps.pages(num_tokens, page_size, step) for group in groups)
 
 
 class MemoryBudget:
-    """How many slots of state and how many pages there are; asked for the slots first, and for pages when the states have been made.
+    """Computes the number of state slots (`slots`, at creation) and of pages (`pages`, once the states have been allocated).
 
     Args:
         layers, dtype, groups: of the KV pool.
-        recurrent: of the state pool; none for a model without states.
-        longest: tokens that a request may come to; None: no limit.
-        chunks: whether every recurrent layer takes several tokens at once onto a state. Where one does not, what follows a reused prefix
-            runs token by token, slower than the whole prompt at once: there states are only kept if asked for.
-        agree: makes of this process's number that of all; for ranks the least.
+        recurrent: of the state pool; empty for a model without states.
+        longest: the most tokens of a request; None: no limit.
+        chunks: whether every recurrent layer can process several tokens from a state. Otherwise, what follows a reused prefix runs token by
+            token, slower than the whole prompt at once; states are then kept only if requested.
+        agree: turns this process's number into that of all ranks, the minimum.
 
     Attributes:
         slots: of recurrent state.
 
     Raises:
-        UnsupportedError: not one request fits; the message does the sum.
+        UnsupportedError: not one request fits; the message shows the arithmetic.
     """
 
     def __init__(
@@ -144,17 +144,16 @@ class MemoryBudget:
         return self.slots.total * self.needs.slot
 
     def pages(self, kept_free: int = 0) -> int:
-        """Pages of the pool, page 0 included: as configured, or as many as the memory holds beside the states; with states no more than
-        requests and kept prefixes in all their slots can fill.
+        """Pages of the pool, including page 0: as configured, or as many as fit beside the states, but with states no more than all slots
+        can fill.
 
-        With groups of layers a page holds those of one group; then `num_pages` pages of all layers are as many of these as take their
-        bytes.
+        With groups of layers a page holds one group; the setting `num_pages` counts pages of all layers and is converted to as many bytes.
 
         Args:
-            kept_free: bytes of free memory that something else will take, such as graphs.
+            kept_free: bytes of free memory to leave for something else, such as graphs.
 
         Raises:
-            UnsupportedError: fewer than two fit, or than one for each group and one more; the message does the sum.
+            UnsupportedError: too few pages fit (two, or one for each group plus one); the message shows the arithmetic.
         """
         if self.config.num_pages is not None:
             return self._configured_pages(self.config.num_pages)
@@ -172,7 +171,7 @@ class MemoryBudget:
         return pages
 
     def describe(self, num_pages: int) -> str:
-        """What the pools take, by kind."""
+        """The memory of the pools, by kind, as text."""
         needs, slots, size = self.needs, self.slots, self.config.page_size
         parts = []
         if slots.total:
@@ -214,19 +213,19 @@ class MemoryBudget:
         return StateSlots(total, kept, min(kept, (total - 1) // RESERVE))
 
     def _slots_beside_pages(self, memory: float) -> int:
-        """Slot 0 included."""
+        """How many slots, including slot 0, if pages share the memory."""
         needs = self.needs
         fit = int(memory // (needs.slot + needs.pages_per_slot))
-        if needs.most is not None:  # a request of full length fits wherever half of the memory holds it
+        if needs.most is not None:  # leave room for a request of full length, if half of the memory holds it
             fit = min(fit, int((memory - min((1 + needs.most) * needs.page, memory / 2)) // needs.slot))
         most = int((memory - (1 + needs.least) * needs.page) // needs.slot)
         return min(max(fit, 2), max(most, 0))
 
     def _bytes(self, kept_free: int = 0, taken: int = 0) -> float:
-        """For KV and recurrent state, of which `taken` are allocated."""
+        """Bytes for KV and recurrent state, of which `taken` are already allocated."""
         if self.config.kv_memory_gib is not None:
             return self.config.kv_memory_gib * 2**30
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # memory left by loading and checking the model is free, but the driver does not report it so
+            torch.cuda.empty_cache()  # the driver does not report cached memory, left by loading and checking the model, as free
             return max(torch.cuda.mem_get_info(self.device)[0] + taken - kept_free, 0) * GPU_KV_SHARE
         return CPU_KV_GIB * 2**30

@@ -1,4 +1,4 @@
-"""Recurrent states at the ends of cached prefixes, from which requests can start, and where prompts take them."""
+"""Snapshots: recurrent states at the ends of cached prefixes, from which requests can start; and after which tokens they are taken."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from paged_attn.engine.memory.radix_cache import RadixCache
 from paged_attn.engine.memory.radix_node import RadixNode
 
 NO_SLOT = 0
-SHARED = 2  # locks from which on a node's prefix counts as used by several requests
+SHARED = 2  # with this many locks a node's prefix counts as used by several requests
 MIN_FORK = 16  # tokens that a state at a fork must save to be worth a snapshot
 SHARE = 8  # one prompt uses at most 1/8 of the slots for snapshots at regular distances
 
 
 class SnapshotPoints:
-    """After how many tokens of a prompt its state is worth a snapshot: all whole pages.
+    """Decides after how many tokens of a prompt, always whole pages, a snapshot is worthwhile.
 
     Args:
-        interval: tokens between states of a long prompt, rounded up to whole pages; 0: none but at its end and at forks.
-        slots: for snapshots, in all. The interval of a prompt is doubled until it leaves no more than its share of them, so that equal
-            beginnings of prompts have states at equal places.
+        interval: tokens between states of a long prompt, rounded up to whole pages; 0: only at its end and at forks.
+        slots: slots for all snapshots. A prompt's interval is doubled until it uses no more than its share of them, so that prompts with
+            equal beginnings have snapshots at equal places.
     """
 
     def __init__(self, page_size: int, interval: int, slots: int) -> None:
@@ -31,10 +31,10 @@ class SnapshotPoints:
         self._interval = -(-interval // page_size) * page_size if self._most else 0
 
     def of(self, num_tokens: int, start: int, fork: int) -> tuple[list[int], set[int]]:
-        """For a request of so many tokens that starts from the state after `start` of them: all points, ascending, and which of them are
-        only regular ones.
+        """For a request of `num_tokens` tokens that starts from the state after `start` of them: all points, ascending, and the set of
+        those that are only regular ones.
 
-        The others are the last page boundary before its final token, and `fork`, where it leaves what is cached without a state.
+        The others are the last page boundary before its final token, and `fork`, up to where its tokens are cached, but without a state.
         """
         last = (num_tokens - 1) // self.page_size * self.page_size
         wanted = {last} if last > start else set[int]()
@@ -52,25 +52,25 @@ class SnapshotPoints:
 class StateSnapshots:
     """A radix tree whose nodes carry snapshots: a node's payload is the slot that holds the state after its last token.
 
-    Slots are those of running requests, too: snapshots have what requests leave, and give way to them. A slot is first the taker's alone
-    (`take`), who fills it, then the tree's (`attach`). Those of the tree go with their node, or when a slot is needed: spare ones that
-    nobody started from, the oldest first, and then the least recently used; last of all, and for requests alone, those in whose prefix
-    several requests run. A locked node may lose its snapshot, for who starts from one copies it at once.
+    Snapshots and running requests use the same slots: snapshots get what requests leave free, and are evicted for requests. A slot first
+    belongs to the caller of `take`, who fills it, then to the tree (`attach`). A snapshot is evicted with its node, or when a slot is
+    needed: first spare ones from which no request started, the oldest first; then the least recently used; and last, only for a request,
+    those whose prefix several running requests use. A locked node may lose its snapshot: a request that starts from one copies it at once.
 
     Args:
-        slots: hands out slots to requests and to snapshots.
-        copy: makes its second slot hold what its first one holds (`StatePool.copy`).
-        most: slots that takers and the tree may have.
-        reserved: snapshots that do not give way to requests.
+        slots: the allocator of slots for requests and snapshots.
+        copy: copies the state of its first slot to its second (`StatePool.copy`).
+        most: the most slots for snapshots, taken or in the tree.
+        reserved: how many snapshots are not evicted for requests.
     """
 
     def __init__(self, allocator: PageAllocator, slots: SlotAllocator, copy: Callable[[int, int], None], most: int, reserved: int) -> None:
         self.slots, self._copy, self._most, self._reserved = slots, copy, most, reserved
         self.tree = RadixCache(allocator, on_payload_removed=self._removed)
-        self.taken: set[int] = set()  # slots that their takers have neither attached nor dropped
+        self.taken: set[int] = set()  # slots taken and neither attached nor dropped
         self._spare: dict[int, RadixNode] = {}  # the oldest first
         self._used: OrderedDict[int, RadixNode] = OrderedDict()  # least recently used first
-        self._stays_held = NO_SLOT  # a slot that stays with its request when its node loses it
+        self._stays_held = NO_SLOT  # a slot that is not freed when its node loses it, because its request keeps it
 
     @property
     def num_attached(self) -> int:
@@ -79,20 +79,20 @@ class StateSnapshots:
 
     @property
     def num_yielding(self) -> int:
-        """Snapshots that give way to requests."""
+        """Snapshots that may be evicted for requests."""
         return max(self.num_attached - self._reserved, 0)
 
     def slot_for_request(self, node: RadixNode | None) -> int:
-        """A slot for a request that starts from a node's snapshot, and holds that; without a node it holds anything.
+        """A slot for a request, with a copy of the node's snapshot; without a node its contents are arbitrary.
 
         Raises:
-            ValueError: none is free, and no snapshot gives way.
+            ValueError: no slot is free, and no snapshot can be evicted.
         """
         if node is not None:
             self._use(node)
         if not self.slots.num_free and self.num_yielding:
             first = self._first() or next(chain(self._spare.values(), self._used.values()))
-            if node is not None and first is node:  # its slot is the request's from now on
+            if node is not None and first is node:  # the request keeps this slot
                 slot: int = node.payload
                 self._stays_held = slot
                 self.tree.detach(node)
@@ -105,8 +105,7 @@ class StateSnapshots:
         return free
 
     def take(self) -> int | None:
-        """A slot that holds anything, the taker's until it is attached or dropped; None if requests, takers and shared prefixes have
-        them all."""
+        """A slot with arbitrary contents, which belongs to the caller until it is attached or dropped; None if all slots are in use."""
         if not self._may_have_one_more() or (not self.slots.num_free and not self._detach_first()):
             return None
         slot = self.slots.allocate()
@@ -114,7 +113,7 @@ class StateSnapshots:
         return slot
 
     def take_over(self, slot: int) -> bool:
-        """Make a request's slot one that is taken; False, and it stays the request's, if there are as many as there may be."""
+        """Turn a request's slot into a taken one; False, with nothing changed, if there are already `most` of them."""
         if not self._may_have_one_more():
             return False
         self.taken.add(slot)
@@ -124,12 +123,11 @@ class StateSnapshots:
         return len(self.taken) + self.num_attached < self._most or self._detach_first()
 
     def fill(self, slot: int, state_slot: int) -> None:
-        """Let a taken slot hold what `state_slot` holds."""
+        """Copy the state of `state_slot` into a taken slot."""
         self._copy(state_slot, slot)
 
     def attach(self, node: RadixNode, slot: int, spare: bool = False) -> None:
-        """Give a taken slot, with the state after the node's last token, to the node; one that is there already stays, and this one is
-        dropped."""
+        """Attach a taken slot, with the state after the node's last token; if the node already has a snapshot, drop the slot."""
         if node.payload is not None:
             if not spare:
                 self._use(node)
@@ -145,7 +143,7 @@ class StateSnapshots:
         self.slots.free(slot)
 
     def _first(self) -> RadixNode | None:
-        """Whose snapshot goes for another one."""
+        """The node whose snapshot is evicted for another one."""
         return next((node for node in chain(self._spare.values(), self._used.values()) if node.lock_count < SHARED), None)
 
     def _detach_first(self) -> bool:

@@ -26,7 +26,7 @@ def auto_class(config: Any, name: str) -> Any:
         config: of the checkpoint at `name`.
 
     Raises:
-        UnsupportedError: it is no model that continues a text.
+        UnsupportedError: it is not a model that continues a text.
     """
     import transformers
     from transformers.models.auto import modeling_auto as known

@@ -64,7 +64,7 @@ def refuse_branches(model: nn.Module, from_tokens: int, num_ids: int) -> None:
                 raise UnsupportedError(
                     f"{type(model).__name__} computes something else in short calls: it branches on the number of tokens, at "
                     f"{from_tokens}, and the logits of a call of {end} are others than those of the same tokens in one of {len(whole)}, by "
-                    f"{error:.2g} of their size (allowed {limit:g}). So what is said of a token changes as its request grows. Nothing was "
+                    f"{error:.2g} of their size (allowed {limit:g}). So the logits of a token change as its request grows. Nothing was "
                     "generated."
                 )
 

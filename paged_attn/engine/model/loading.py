@@ -198,7 +198,7 @@ def _their_bars() -> Iterator[None]:
 
 
 def _has_tokenizer(name: str) -> bool:
-    """What is no directory may have one."""
+    """What is not a directory may have one."""
     return not os.path.isdir(name) or any(Path(name).glob("*token*")) or any(Path(name).glob("*vocab*"))
 
 

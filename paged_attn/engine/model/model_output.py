@@ -41,8 +41,8 @@ def check_output(model: nn.Module, may_pick_rows: bool = True) -> TokenIds:
         may_pick_rows: it may give the logits of the last token alone (`rows_of_logits.py`).
 
     Raises:
-        UnsupportedError: it is no model that continues a text. Or there are no logits, they are not [1, T, width] for [1, T] token ids, or
-            they are not over the ids that the model reads: a model without a language-model head, a classifier, a reward model, prompt
+        UnsupportedError: the model does not continue texts, there are no logits, they are not [1, T, width] for [1, T] token ids, or they
+            are not over the ids that the model reads: a model without a language-model head, a classifier, a reward model, prompt
             tuning. Or the call replaces modules, or writes weights.
     """
     refuse_other_kinds(model)
@@ -60,7 +60,7 @@ def check_output(model: nn.Module, may_pick_rows: bool = True) -> TokenIds:
     for path, (was, came) in changes.modules.items():
         raise UnsupportedError(
             f"{name} replaces its own {path}, a {type(was).__name__}, by a {type(came).__name__} when it is called on {len(ids)} "
-            "tokens, so that what it computes depends on the calls before. Make it what it shall be before you give it to LLM: set "
+            "tokens, so that what it computes depends on the calls before. Put it into its final state before you give it to LLM: set "
             "it, or call it once; after that it is served as it is then."
         )
     logits = logits_in(output)
@@ -80,9 +80,9 @@ def check_output(model: nn.Module, may_pick_rows: bool = True) -> TokenIds:
     if tables and not over_tokens and not (callable(says) and says()):
         raise UnsupportedError(
             f"{name} returns {width} numbers for each token and reads {' or '.join(map(str, sorted(tables)))} token ids: those "
-            "are no logits over its tokens (a model without a language-model head, or a classifier), and the largest of them is no token. "
-            "Load the model with its head (AutoModelForCausalLM); a module whose output is over other tokens than its input says that it "
-            "generates by a method can_generate() that returns True."
+            "are not logits over its tokens (a model without a language-model head, or a classifier), and the largest of them is not a "
+            "token. Load the model with its head (AutoModelForCausalLM); a module whose output is over other tokens than its input says "
+            "that it generates with a method can_generate() that returns True."
         )
     return TokenIds(min(over_tokens, default=None), int(width), min([*tables, int(width)]))
 

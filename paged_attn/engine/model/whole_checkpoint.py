@@ -42,7 +42,7 @@ def _why_not_generate(model: Any, missing: Collection[str]) -> str:
 def _why_no_states(missing: Collection[str], task: Task) -> str:
     needed = sorted(path for path in missing if task == "classify" or not path.startswith("pooler."))  # no hidden state depends on it
     does = "embeds" if task == "embed" else "classifies"
-    return f"{needed[0]}: it is no model that {does}. Nothing is made up in its place" if needed else ""
+    return f"{needed[0]}: it is not a model that {does}. Nothing is made up in its place" if needed else ""
 
 
 def _head_among(model: Any, missing: Collection[str]) -> str | None:
@@ -55,7 +55,7 @@ def what_is_broken(error: Exception, name: str) -> str | None:
     """What is wrong with the files of `name`, a directory or a hub id, whose weights raised this; None if it is not their fault."""
     text = str(error)
     if isinstance(error, SafetensorError):
-        return f"{_broken_file(name) or f'a file of its weights is no whole safetensors file: {text}'}; {AGAIN}"
+        return f"{_broken_file(name) or f'a file of its weights is not a whole safetensors file: {text}'}; {AGAIN}"
     if "PytorchStreamReader" in text:  # raised by torch.load
         return f"a file of its weights is cut short or damaged: {text.partition('.')[0]}; {AGAIN}"
     if "ignore_mismatched_sizes" in text:  # transformers has printed them as a table
@@ -69,5 +69,5 @@ def _broken_file(name: str) -> str | None:
             with safe_open(file, framework="pt"):
                 pass
         except SafetensorError as error:
-            return f"{file.name} ({file.stat().st_size:,} bytes) is no whole safetensors file: {error}"
+            return f"{file.name} ({file.stat().st_size:,} bytes) is not a whole safetensors file: {error}"
     return None

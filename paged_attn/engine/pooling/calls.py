@@ -63,7 +63,7 @@ class PoolingCalls:
             prompts, namespace, priority: as of `generate`; truncate_prompt_tokens: as of `embed`.
 
         Raises:
-            UnsupportedError: this LLM is no classifier (see `task`).
+            UnsupportedError: this LLM is not a classifier (see `task`).
             ValueError, TypeError: a prompt that `Engine.add_request` refuses.
         """
         return self._pool(classify_plan(self.engine, as_list(prompts)).cut_to(truncate_prompt_tokens), namespace, priority)

@@ -49,7 +49,7 @@ class Pooler:
         if task == "embed":
             return cls(model, body, None, defaults or AS_USUAL)
         if not hasattr(model.config, "id2label"):
-            raise UnsupportedError(f"{type(model).__name__} has no labels: it is no classifier. LLM(model, task='embed') embeds")
+            raise UnsupportedError(f"{type(model).__name__} has no labels: it is not a classifier. LLM(model, task='embed') embeds")
         labels: dict[int, str] = model.config.id2label  # type: ignore[assignment]
         return cls(model, body, Head(model, body), labels=tuple(labels[index] for index in sorted(labels)))
 

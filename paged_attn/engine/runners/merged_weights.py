@@ -38,7 +38,7 @@ def bind_merged(args: Sequence[Any], merges: Sequence[Merge]) -> list[Any]:
                 moved += 1
             bound[merge.inputs[0]] = _spanned(parameters)
     if moved and parameters[0].is_cuda:
-        torch.cuda.empty_cache()  # the pool's size goes by the memory that the driver calls free
+        torch.cuda.empty_cache()  # the pool is sized by the memory that the driver reports as free
     if merges:
         logger.info("%d merged tensors: %d made, %d found in memory", len(merges), moved, len(merges) - moved)
     return bound

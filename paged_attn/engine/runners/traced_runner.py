@@ -179,7 +179,7 @@ class TracedRunner:
         self._use(args)
         if kept is not None:
             if stale is not None:  # the cached graph was refused, not the model
-                logger.warning("the graph %s was not used, and the model was traced anew: %s", *stale)
+                logger.warning("the graph %s was not used, and the model was traced again: %s", *stale)
                 kept.entries.remove(stale[0])
             kept.keep(self.compiled, args)
 

@@ -13,17 +13,17 @@ from paged_attn.attn_ops.batch.packed_ints import PackedInts
 
 
 class ForbiddenNext(NamedTuple):
-    """What may not come next: tokens; and pairs (before, token) of a token that may not come if the one that is under way is `before`."""
+    """Tokens that may not come next, and pairs (before, token): `token` may not come if the pending token is `before`."""
 
     tokens: list[int]
     pairs: list[tuple[int, int]]
 
 
 class BadWords:
-    """Sequences of tokens that may not come, none of them empty, found by what precedes their last token.
+    """Non-empty sequences of tokens that may not be generated, indexed by what precedes their last token.
 
     Attributes:
-        single: tokens that may never come.
+        single: tokens that may never be generated.
     """
 
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
@@ -39,11 +39,11 @@ class BadWords:
             self._after_next.setdefault(len(start), defaultdict(list))[tuple(start)].append((before, last))
 
     def next(self, tokens: Sequence[int]) -> list[int]:
-        """What may not follow the tokens."""
+        """The tokens that may not follow `tokens`."""
         return [*self.single, *(last for found in _found(self._after, tokens) for last in found)]
 
     def next_but_one(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
-        """(what may come next, what may then not follow it), but for `single`."""
+        """Pairs of a token that may come next and a token that may not follow it then; without `single`."""
         return [pair for found in _found(self._after_next, tokens) for pair in found]
 
 
@@ -53,11 +53,11 @@ def _found(table: Mapping[int, Mapping[tuple[int, ...], Any]], tokens: Sequence[
 
 
 class Forbidden:
-    """What one request may not have next.
+    """The tokens that one request may not generate.
 
     Args:
-        end: tokens that may not come before there are `min_tokens` new ones.
-        words: sequences that may not come at all.
+        end: tokens that are forbidden until there are `min_tokens` new ones.
+        words: sequences that are always forbidden.
     """
 
     def __init__(self, end: Collection[int], min_tokens: int, words: BadWords | None) -> None:
@@ -72,7 +72,7 @@ class Forbidden:
         ends = list(self.end) if num_chosen < self.min_tokens else []
         if self.words is None:
             return ForbiddenNext(ends, [])
-        assert 0 <= num_pending <= 1, f"{num_pending} tokens are under way"
+        assert 0 <= num_pending <= 1, f"{num_pending} tokens are pending"
         if num_pending:
             return ForbiddenNext([*ends, *self.words.single], self.words.next_but_one(tokens))
         return ForbiddenNext([*ends, *self.words.next(tokens)], [])
@@ -97,10 +97,10 @@ def bad_words(words: Iterable[str | Sequence[int]], tokenizer: Any) -> BadWords:
 
 
 def forbid(scores: Tensor, rows: Mapping[int, ForbiddenNext], last: Tensor | None, last_rows: Mapping[int, int]) -> None:
-    """scores [N, V] float32, in place: -inf for what may not come next in some rows. Nothing waits for the device.
+    """Set the scores [N, V] float32 of forbidden tokens to -inf in place, by row. Does not wait for the device.
 
     Args:
-        last: [M] int64, the tokens that were chosen last, on the device; last_rows: where in it the tokens under way of these rows are.
+        last: [M] int64, the tokens chosen last, on the device; last_rows: the index in it of each row's pending token.
     """
     vocabulary = scores.shape[-1]
     always: list[int] = []

@@ -1,4 +1,4 @@
-"""Samples one token per row with the row's own settings, on the device, without waiting."""
+"""Samples one token per row with the row's own settings, on the device, without waiting for it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 
 
 def sample_tokens(logits: Tensor, best: Tensor, of: SamplingTensors) -> Tensor:
-    """logits [M, V], any floating dtype, left untouched; best [M] int64, their most likely tokens -> [N] int64, one for each of `of.rows`.
+    """logits [M, V], any floating dtype, not modified; best [M] int64, their most likely tokens -> [N] int64, one for each of `of.rows`.
 
-    The inverse of the running sum of probabilities in the order of the ids, after temperature, top-k, top-p and min-p. All tokens as likely
-    as the last one that top-k keeps are kept; of those as likely as the last one of top-p, the lower ids are left out. Any token where the
-    largest logit is not finite. On a GPU in kernels that do not sort (`backends/sampling/sample.py`).
+    Inverts the cumulative sum of probabilities in the order of token ids, after temperature, top-k, top-p and min-p. Tokens tied with the
+    last one that top-k keeps are kept; among tokens tied with the last one of top-p, lower ids are dropped. If the largest logit is not
+    finite, the token is arbitrary. On a GPU, kernels that do not sort are used (`backends/sampling/sample.py`).
     Source: the order and boundaries of transformers 5.23 (`generation/logits_process.py`).
     """
     if logits.is_cuda and has_triton():
@@ -26,7 +26,7 @@ def sample_tokens(logits: Tensor, best: Tensor, of: SamplingTensors) -> Tensor:
 
 
 def sample_with_torch(logits: Tensor, of: SamplingTensors) -> Tensor:
-    """`sample_tokens` in PyTorch's operations, with a sort where top-k or top-p is asked for."""
+    """`sample_tokens` with PyTorch operations; sorts rows with top-k or top-p."""
     scores = logits.index_select(0, of.rows).float() / of.temperature.unsqueeze(-1)
     scores.clamp_(max=torch.finfo(torch.float32).max)  # finite where the logits are
     if of.first_limited < len(scores):
@@ -38,7 +38,7 @@ def sample_with_torch(logits: Tensor, of: SamplingTensors) -> Tensor:
 
 
 def forbid_unlikely(scores: Tensor, of: SamplingTensors) -> None:
-    """Set the scores [L, V] float32 of the last L rows to -inf where top-k and top-p leave them out."""
+    """Set the scores [L, V] float32 of the last L rows to -inf for tokens that top-k and top-p drop."""
     values, order = torch.sort(scores, dim=-1, stable=True)  # stable: among equals the lower id comes first
     ranks = torch.arange(scores.shape[-1], device=scores.device)
     dropped = torch.zeros_like(scores, dtype=torch.bool)
@@ -54,9 +54,9 @@ def forbid_unlikely(scores: Tensor, of: SamplingTensors) -> None:
 
 
 def sample_from_all(scores: Tensor, uniform: Tensor) -> Tensor:
-    """scores [N, V] float32, uniform [N] float64 -> tokens [N] of their softmax."""
+    """scores [N, V] float32, uniform [N] float64 -> tokens [N] sampled from the softmax."""
     cumulative = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:].contiguous()
     rank = torch.searchsorted(cumulative, uniform.unsqueeze(-1) * total, right=True)
-    last = torch.searchsorted(cumulative, total)  # the last token of any probability: the product may round to the total
+    last = torch.searchsorted(cumulative, total)  # the last token with a probability above 0: the product may round to the total
     return torch.minimum(rank, last).squeeze(-1)

@@ -1,4 +1,4 @@
-"""Logits to tokens: one batch, every row with its own settings and its own random numbers, on the device."""
+"""Turns a batch of logits into tokens on the device, each row with its own settings and its own random numbers."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ class Sampler:
     def __init__(self, ranks: Ranks | None = None) -> None:
         self._ranks = ranks
         self._counts: TokenCounts | None = None
-        self._last: Tensor | None = None  # the tokens of the last call, and where in them those of requests with bad words are
+        self._last: Tensor | None = None  # the tokens of the last call; next, the rows of requests with bad words in it
         self._last_rows: dict[SamplingState, int] = {}
 
     def choose(self, logits: Tensor, states: Mapping[int, SamplingState], greedy_tokens: Tensor | None = None) -> SamplerOutput:
-        """Choose one token per row. Who goes on from there advances `num_chosen` of every state.
+        """Choose one token per row. The caller increments `num_chosen` of every state afterwards.
 
         Args:
-            logits: [N, V], any floating dtype, any device; left untouched. -inf forbids a token.
-            states: of some rows, all different; the others get the most likely token, as those with a simple state do. A request's tokens
-                depend on its own row, seed and tokens so far only.
-            greedy_tokens: what `greedy_sample` says of the logits, where it is known already (a captured graph holds it).
+            logits: [N, V], any floating dtype, any device; not modified. -inf forbids a token.
+            states: by row, all different; rows without one, or with a greedy one, get the most likely token. A request's tokens depend
+                only on its own row, seed and previous tokens.
+            greedy_tokens: `greedy_sample(logits)` if it is already known (computed inside a captured graph).
 
         Raises:
-            ValueError: wrong shapes, or a token so far that the vocabulary does not have.
+            ValueError: wrong shapes, or a previous token outside the vocabulary.
 
-        Biases, penalties, tokens that may not come, then the request's own logits processors, what its guide forbids, temperature, top-k,
-        top-p, min-p; greedy rows are `logits.argmax(-1)`.
+        The order: biases, penalties, forbidden tokens, the request's own logits processors, its guide, temperature, top-k, top-p, min-p;
+        greedy rows are `logits.argmax(-1)`.
         Source: the order and boundaries of transformers 5.23 (`generation/logits_process.py`).
         """
         logits = logits.detach()
@@ -72,13 +72,13 @@ class Sampler:
         return SamplerOutput(tokens, logprobs)
 
     def forget(self, state: SamplingState) -> None:
-        """The request ended, or a step of it is to be done again."""
+        """Drop a request's token counts: it ended, or one of its steps will be repeated."""
         if self._counts is not None:
             self._counts.forget(state)
 
     def _choose_non_greedy(self, logits: Tensor, best: Tensor, rows: Sequence[int], all_states: Mapping[int, SamplingState]) -> Tensor:
-        """`best` [N] with the tokens of some rows replaced."""
-        rows = sorted(rows, key=lambda row: _kind(all_states[row]))  # stable: greedy, drawn, drawn from the likely ones
+        """`best` [N] with the tokens of `rows` replaced."""
+        rows = sorted(rows, key=lambda row: _sampling_order(all_states[row]))  # stable
         states = [all_states[row] for row in rows]
         counting = [number for number, state in enumerate(states) if state.counts_tokens]
         if counting and self._counts is None:
@@ -95,7 +95,7 @@ class Sampler:
         if greedy < len(states):
             drawn = sample_tokens(source, most_likely, settings.drawn)
             chosen = torch.cat([chosen[:greedy], torch.where(chosen[greedy:] >= 0, drawn, -1)])
-        if self._ranks is not None:  # their logits are equal, but exponentials need not round alike on every device
+        if self._ranks is not None:  # logits are equal on all ranks, but exponentials may round differently
             self._ranks.take_first(chosen)
         if counting:
             assert self._counts is not None
@@ -106,7 +106,7 @@ class Sampler:
         return best.index_copy(0, settings.rows, torch.where(finite, chosen, BAD_LOGITS))
 
     def _edit(self, logits: Tensor, states: Sequence[SamplingState], settings: RowSettings) -> Tensor:
-        """Scores [L, V] float32 of the rows with these states."""
+        """The edited scores [L, V] float32 of the rows with these states."""
         scores = logits.index_select(0, settings.rows).float()
         add_biases(scores, [state.params.biases for state in states])
         if len(settings.counting):
@@ -128,21 +128,21 @@ class Sampler:
 
 
 def greedy_sample(logits: Tensor) -> Tensor:
-    """logits [N, V] -> [N] int64: the most likely token of each row, BAD_LOGITS where it is not finite. Nothing waits for the device."""
+    """logits [N, V] -> [N] int64: the most likely token of each row, BAD_LOGITS if its logit is not finite. Does not wait."""
     if logits.is_cuda and has_triton():
         from paged_attn.backends.sampling import greedy
 
         if greedy.serves(logits):
             return greedy.greedy_sample(logits)
-    best = logits.argmax(-1, keepdim=True)  # NaN counts as the largest, so the largest value tells of every bad row
+    best = logits.argmax(-1, keepdim=True)  # NaN counts as the largest, so the largest value exposes every bad row
     return torch.where(logits.gather(-1, best).isfinite(), best, -1).squeeze(-1)
 
 
 def add_biases(scores: Tensor, biases: Sequence[Sequence[tuple[int, float]]]) -> None:
-    """Add to scores [N, V] float32, in place, for each row its (token, bias) pairs; each token once in a row.
+    """Add each row's (token, bias) pairs, with distinct tokens, to scores [N, V] float32 in place.
 
     Raises:
-        ValueError: a token that the vocabulary does not have.
+        ValueError: a token outside the vocabulary.
     """
     sizes = [len(each) for each in biases]
     total = sum(sizes)
@@ -159,7 +159,8 @@ def add_biases(scores: Tensor, biases: Sequence[Sequence[tuple[int, float]]]) ->
     flat[elements] = flat[elements] + values.view(torch.float32)
 
 
-def _kind(state: SamplingState) -> int:
+def _sampling_order(state: SamplingState) -> int:
+    """Greedy rows first, then rows sampled from all tokens, then rows limited by top-k or top-p."""
     return 0 if state.params.is_greedy else 1 + state.params.has_limit
 
 
@@ -172,8 +173,8 @@ def _check(logits: Tensor) -> None:
 
 
 def process(state: SamplingState, scores: Tensor) -> None:
-    """Scores [1, V], in place, by the processors of a request. What one of them raises is the request's own error (`SamplingState.error`):
-    its scores are NaN then, and other requests go on."""
+    """Apply a request's logits processors to scores [1, V] in place. If one raises, that is stored in `SamplingState.error` and the scores
+    become NaN, so that only this request ends."""
     state.error = None
     try:
         for processor in state.params.logits_processors:
@@ -184,7 +185,7 @@ def process(state: SamplingState, scores: Tensor) -> None:
 
 
 def _processed(processor: LogitsProcessor, state: SamplingState, scores: Tensor) -> Tensor:
-    """Raises ValueError: it raised something, or returned no such scores."""
+    """Raises ValueError if the processor raises or does not return scores of the same shape."""
 
     def raised(why: str) -> ValueError:
         return ValueError(f"the logits processor {processor!r} raised {why}")

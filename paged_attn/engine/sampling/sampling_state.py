@@ -1,4 +1,4 @@
-"""What sampling keeps for one request."""
+"""The sampling state of one request."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ MASK = 2**64 - 1
 
 
 class SamplingState:
-    """One request's settings, its tokens so far and its place in its own sequence of random numbers.
+    """One request's settings, its tokens so far and its position in its own sequence of random numbers.
 
     Args:
-        tokens: the request's own list, which grows as tokens become known; what it holds now is the prompt.
-        guide: says which tokens may come next; whoever adds to `tokens` tells it.
-        forbidden: says which may not.
+        tokens: the request's own list, which grows as tokens become known; now it holds the prompt.
+        guide: decides which tokens may come next; must be told each token appended to `tokens`.
+        forbidden: decides which tokens may not come next.
 
     Attributes:
-        seed: the seed in use, drawn from entropy when `params.seed` is None.
-        num_chosen: of how many steps that were begun `Sampler.choose` got this state, which need not be while it `is_argmax_only`. The next
-            random number depends on it and on the seed alone, so that a step which failed can be done again.
-        is_argmax_only: the most likely token is always the one, and nobody asks for log-probabilities.
-        allowed: `params.allowed_token_ids`, as what a step can use at once, be they half of a vocabulary.
-        counts_tokens: some penalty asks which tokens there were.
+        seed: the seed in use, random if `params.seed` is None.
+        num_chosen: how many launched steps called `Sampler.choose` with this state (not counted while it `is_argmax_only`). The next random
+            number depends only on it and on the seed, so a failed step can be repeated.
+        is_argmax_only: the most likely token is always chosen, and no log-probabilities are requested.
+        allowed: `params.allowed_token_ids` as an array.
+        counts_tokens: some penalty depends on the previous tokens.
         error: what a logits processor of the request raised in the last step, if it did.
     """
 
@@ -52,24 +52,24 @@ class SamplingState:
 
     @property
     def edits_logits(self) -> bool:
-        """Something is done to the logits before the next token is chosen."""
+        """Whether logits are edited before the next token is chosen."""
         return self._always_edits or (self.forbidden is not None and self.forbidden.holds(self.num_chosen))
 
     @property
     def forbidden_next(self) -> ForbiddenNext | None:
-        """What `forbidden` says of the next token, if there is anything."""
+        """The tokens that may not come next; None if there are none."""
         if self.forbidden is None or not self.forbidden.holds(self.num_chosen):
             return None
         return self.forbidden.next(self.tokens, self.num_chosen, self.num_prompt + self.num_chosen - len(self.tokens))
 
     @property
     def is_greedy_only(self) -> bool:
-        """The most likely token is the next one."""
+        """Whether the most likely token is chosen next."""
         return self.params.is_greedy and not self.edits_logits
 
     @property
     def uniform(self) -> float:
-        """The request's next random number in [0, 1), by SplitMix64 (Steele et al., 2014) at a place of its own."""
+        """The request's next random number in [0, 1): SplitMix64 (Steele et al., 2014) of the seed and `num_chosen`."""
         return (_mixed(_mixed(self.seed + GOLDEN) + (self.num_chosen + 1) * GOLDEN) >> 11) * 2.0**-53
 
 

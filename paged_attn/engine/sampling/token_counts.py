@@ -1,4 +1,4 @@
-"""Which tokens each request has had, on the device, for penalties."""
+"""Counts of each request's tokens, on the device, for penalties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `explain` says of capture: the mode per phase and shape, megabytes, seconds, and why a shape has no graph."""
+"""What `explain` reports about capture: the mode per phase and shape, megabytes, seconds, and why a shape has no graph."""
 
 from __future__ import annotations
 

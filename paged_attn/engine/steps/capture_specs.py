@@ -1,4 +1,4 @@
-"""Which shapes of a model's steps are recorded, under which budget, and how."""
+"""Which shapes of a model's steps are captured, and how each is recorded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CaptureSettings:
     """Attributes:
     full: capture decode steps whole, attention included.
     max_requests, max_rows: the largest decode step and the most rows of any step.
-    decode_sizes, extend_sizes: how many sizes of each there shall be.
+    decode_sizes, extend_sizes: how many sizes of each to capture.
     budget_bytes: device memory for all graphs.
     strict: a shape that cannot be captured is an error.
     verify: compare every replay with the model uncaptured.
@@ -57,13 +57,13 @@ class CaptureSettings:
         return coarse_to_fine(bucket_sizes(self.max_requests, self.decode_sizes, 1 if self.one_row else MIN_ROWS))
 
     def extend_order(self) -> list[int]:
-        """Rows of captured pieces, likewise."""
+        """Rows of captured pieces in the order of their capture."""
         return coarse_to_fine(bucket_sizes(self.max_rows, self.extend_sizes, min(SMALLEST_EXTEND, max(self.max_rows, MIN_ROWS))))
 
 
 @dataclass(frozen=True)
 class FullState:
-    """What a replay of a full graph needs: the backend and plan that it was captured with. The batch holds what the plan points to."""
+    """What a replay of a full graph needs: the backend and plan of its capture, and the batch whose tensors the plan uses."""
 
     backend: AttentionBackend
     plan: Any
@@ -71,18 +71,18 @@ class FullState:
 
 
 def full_shape(size: int) -> StepShape:
-    """Rows, logits and requests are one number: dummies fill it."""
+    """The shape of a full graph: one row and one row of logits for each request, dummies included."""
     return StepShape(size, size, size)
 
 
 def extend_shape(size: int, settings: CaptureSettings) -> StepShape:
-    """As many logits as rows, up to those that all requests together want."""
+    """The shape of captured pieces: as many rows of logits as rows, at most one for each request."""
     return StepShape(size, max(MIN_ROWS, min(size, settings.max_requests)))
 
 
 @dataclass(frozen=True)
 class CaptureSpecs:
-    """`pieces` and `full` are what `GraphSet.capture` prepares a shape with."""
+    """`pieces` and `full` prepare a shape for `GraphSet.capture`."""
 
     runner: Runner
     settings: CaptureSettings
@@ -122,7 +122,7 @@ class CaptureSpecs:
 
     @contextmanager
     def pieces(self, key: GraphKey) -> Iterator[CaptureSpec]:
-        """Any step of `key.size` rows: attention between the graphs, on a made-up prompt."""
+        """For any step of `key.size` rows: attention runs between the graphs. Recorded on dummy prompts."""
         size, ops = key.size, split_ops()
         shape = extend_shape(size, self.settings)
         columns = RequestColumns.of(self._prompts(size))
@@ -137,7 +137,7 @@ class CaptureSpecs:
 
     @contextmanager
     def full(self, key: GraphKey) -> Iterator[CaptureSpec]:
-        """A decode step of `key.size` requests, attention included."""
+        """For a decode step of `key.size` requests, attention included. Recorded on dummy requests."""
         size, device = key.size, self.runner.device
         if size == 1:
             self.one_row.check(self.pool, self.backend)
@@ -173,12 +173,12 @@ class CaptureSpecs:
         ]
 
     def _prompts(self, tokens: int) -> list[BatchRequest]:
-        """Prompts of that many tokens together, none longer than the model's positions, all on page 1."""
+        """Prompts with this many tokens in total, none longer than the model's positions, all on page 1."""
         longest = min(self._max_context, tokens)
         requests: list[BatchRequest] = []
         while tokens:
             count = min(longest, tokens)
-            slot = len(requests) + 1 if self.recurrent is not None else 0  # whatever they leave there, no request starts from
+            slot = len(requests) + 1 if self.recurrent is not None else 0  # no request will start from what they leave there
             requests.append(BatchRequest([0] * count, [1] * -(-count // self.pool.page_size), state_slot=slot))
             tokens -= count
         return requests

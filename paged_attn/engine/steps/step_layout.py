@@ -25,7 +25,7 @@ class StepLayout(NamedTuple):
     """What a step computes: each request's tokens from `starts` to `ends`; for those `sampling` the next one is chosen.
 
     Columns [requests], as in `RequestColumns`; `samples` is an index of them that picks those `sampling`. `indices`: of the requests'
-    rows in `rows`, while the step is launched. `states`: of those sampling that are no mere argmax, by their index among them. Of the
+    rows in `rows`, while the step is launched. `states`: of those sampling that need more than argmax, by their index among them. Of the
     tokens `num_of_prompts` are of requests for which nothing was chosen yet.
     `scored`: requests whose prompts get scores, and which. Only where there are any, `sample_rows` [sampling] says which rows of logits
     those sampling have; otherwise all rows are theirs. `pooled`: requests whose rows are wanted themselves, and which.

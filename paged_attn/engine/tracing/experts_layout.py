@@ -98,7 +98,7 @@ class FlatLayout:
 
 
 def layouts_of(module: nn.Module) -> Sequence[Layout | FlatLayout]:
-    """The layouts that the module may have, by flags or by shapes; none if it is no module of experts, or has no plain tensors."""
+    """The layouts that the module may have, by flags or by shapes; none if it is not a module of experts, or has no plain tensors."""
     if any(getattr(module, kind, False) for kind in OTHER_KINDS):
         return []
     if all(hasattr(module, flag) for flag in FLAGS):
@@ -174,7 +174,7 @@ def _is_matrix(weight: Any) -> bool:
 
 
 def is_hooked(part: nn.Module) -> bool:
-    """Whether somebody has hooked a module, or replaced its forward."""
+    """Whether a module has hooks or a replaced forward."""
     return bool(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
 
 
@@ -186,7 +186,7 @@ class MovableWeights:
         self._owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values() if weight is not None)
 
     def other_kind(self, weights: Iterable[Any]) -> str:
-        """Why some are no ordinary parameters, as a rank's shards are none, or have rows that are not aligned; empty if all are."""
+        """Why some are not ordinary parameters, as a rank's shards are none, or have rows that are not aligned; empty if all are."""
         other = next((weight for weight in weights if not is_ordinary_parameter(weight)), None)
         if other is None:
             return ""
@@ -194,10 +194,10 @@ class MovableWeights:
         return f"a weight of its experts is a {kind}; known are dense parameters with rows of a multiple of 16 bytes together"
 
     def shared(self, columns: Iterable[Sequence[Any]]) -> str:
-        """Which weights somebody else has, too; empty if nobody has. `columns`: those that shall lie in one tensor each."""
+        """Which weights something else uses too; empty if none. `columns`: those to be moved into one tensor each."""
         for column in columns:
             single = all(self._owners[id(weight)] == 1 for weight in column)
             if not single or not (lie_in_a_row(column) or all(self._memory.is_own(weight) for weight in column)):
                 shape = list(column[0].shape)
-                return f"the weights {shape} of its experts cannot be moved into one tensor: somebody else has their memory, too"
+                return f"the weights {shape} of its experts cannot be moved into one tensor: something else uses their memory too"
         return ""

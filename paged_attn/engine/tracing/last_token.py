@@ -1,4 +1,4 @@
-"""Models that give the logits of the last token alone: their trace computes for all tokens what they compute for that one.
+"""Models that return only the last token's logits: changes the trace to compute for all tokens what they compute for that one.
 
 Before: logits = head(norm(x)[:, -1])
 After:  logits = head(norm(x))

@@ -46,7 +46,7 @@ class AllTokensCall:
         paths: where the tensors are among them.
         like: which of these the result is shaped like.
         at, count: where in the returned tuple the result is, and how long that is; None where it is returned alone.
-        objects: where in it there are objects that are no tensors; the trace has empty ones there, to which a caller may write.
+        objects: where in it there are objects that are not tensors; the trace has empty ones there, to which a caller may write.
     """
 
     arguments: Mapping[str, Any]

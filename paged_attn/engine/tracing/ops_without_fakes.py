@@ -47,7 +47,7 @@ class OpsWithoutFakes:
         """Inside, torch knows the shapes of what these ops give.
 
         Raises:
-            NotTraced: they are no sizes of what an op is given, it gives something else than tensors, or views of what it is given.
+            NotTraced: they are not sizes of what an op is given, it gives something else than tensors, or views of what it is given.
         """
         with ExitStack() as undo:
             for op, runs in self.calls.items():

@@ -1,4 +1,4 @@
-"""What is set aside while Dynamo traces: the garbage collector, buffers of a class of their own, fused attention, messages and logs."""
+"""What is disabled while Dynamo traces: the garbage collector, buffers of a class of their own, fused attention, messages and logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call that `generate` makes of a model, as tokens of rows, and those as steps of bounded size."""
+"""Turns a call that `generate` makes of a model into rows of tokens, and those into steps of bounded size."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def more_than_tokens(model: nn.Module, given: dict[str, Any]) -> str:
     if odd:
         return f"it has {', '.join(dict.fromkeys(odd))}"
     if not isinstance(given.get("logits_to_keep", 0), int):
-        return "logits_to_keep is no number"
+        return "logits_to_keep is not a number"
     return ""
 
 
@@ -84,7 +84,7 @@ def call_rows(given: dict[str, Any], length: int, padding: Lengths | None) -> Ca
     host = torch.cat([ids.flatten().long(), shift, sound.long()[None]]).cpu()
     tokens, shifts = host[: rows * new].view(rows, new).tolist(), np.asarray(host[rows * new : -1], np.int64)
     if not host[-1]:
-        return "its attention_mask is no padding on the left, or its position_ids do not count on"
+        return "its attention_mask is not padding on the left, or its position_ids do not count on"
     if (shifts >= length + new).any():
         return "a row is padding alone"
     if ((host[: rows * new].view(rows, new).numpy() < 0) & (np.arange(length, length + new) >= shifts[:, None])).any():

@@ -1,4 +1,4 @@
-"""Where a compiled model's calls become `PagedCalls`: at its first call."""
+"""Turns a compiled model's calls into `PagedCalls` at its first call."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Refusal:
 
 class PagedCalls:
     """What a compiled model's calls run: an engine's steps where `generate` asks for logits with a cache that it made itself, what
-    torch.compile made of a call without a cache, and with another cache the model as it is written, as Dynamo would compile it anew for
+    torch.compile made of a call without a cache, and with another cache the model as it is written, as Dynamo would compile it again for
     every length.
 
     The first step makes the engine, whose pages, graphs and threads serve these calls alone.
@@ -184,7 +184,7 @@ class PagedCalls:
             )
         with held_back, self._lock:
             if self.engine is None or cache.table.shared is not self._pages:
-                raise UnsupportedError("the model changed since this cache was made, and its pages are gone; begin generate anew")
+                raise UnsupportedError("the model changed since this cache was made, and its pages are gone; start generate again")
             logits = self._run(cache.table, called.tokens, called.wanted)
             cache.append(called.tokens)
         return output_with_cache(logits, cache)

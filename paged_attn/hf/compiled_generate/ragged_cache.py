@@ -27,7 +27,7 @@ class RaggedCache(Cache):
         table: of its rows.
         padding: [rows] int64, how much of each row is padding on its left.
         ids: [rows, length] int64, its tokens so far, padding included.
-        lock: of whoever runs steps on the pages.
+        lock: to be held while steps run on the pages.
 
     Attributes:
         length: tokens of every row, padding included, which is what transformers counts.

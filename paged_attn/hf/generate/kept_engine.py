@@ -1,4 +1,4 @@
-"""The engine that `generate` keeps with a model: made at the first call, gone with the model."""
+"""The engine that `generate` keeps with a model: created at the first call, freed with the model."""
 
 from __future__ import annotations
 

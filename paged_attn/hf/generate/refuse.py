@@ -1,4 +1,4 @@
-"""What transformers' `generate` does and an engine does not: refused before anything runs, with the way that does it."""
+"""Refuses what transformers' `generate` supports and an engine does not, before anything runs, and names an alternative."""
 
 from __future__ import annotations
 

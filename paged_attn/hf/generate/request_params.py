@@ -1,4 +1,4 @@
-"""transformers' prepared logits processors as SamplingParams: on the device what the sampler knows, on the host all else."""
+"""transformers' prepared logits processors as SamplingParams: on the device what the sampler supports, on the host everything else."""
 
 from __future__ import annotations
 

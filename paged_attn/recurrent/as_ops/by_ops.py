@@ -1,4 +1,4 @@
-"""Which recurrent layers run by ops on the state pool, seen on numbers: beside the layer's own forward, on ragged batches."""
+"""Decides numerically which recurrent layers run as ops on the state pool, by comparison with their own forward on ragged batches."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _proved(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
     if not scopes:
         raise NoOpFits("it calls no function that an op is known for")
     if not all(state.dtype.is_floating_point for state in layer.spec.states):
-        raise NoOpFits("a state of it is no floating-point tensor")
+        raise NoOpFits("a state of it is not a floating-point tensor")
     with torch.no_grad(), evaluating(layer.module):
         with model_code(_not_without_cache):
             ops, states = _what_runs(layer, scopes)

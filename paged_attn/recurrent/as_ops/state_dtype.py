@@ -1,4 +1,4 @@
-"""Recurrent states in fewer bits than the model keeps them in, where the user asks for it."""
+"""Keeps recurrent states in fewer bits than the model does, if the user asks for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For the time of a capture, recurrent layers, or the functions that they call, become ops; afterwards the model is as it was."""
+"""Turns recurrent layers, or the functions that they call, into ops during a trace, and restores the model afterwards."""
 
 from __future__ import annotations
 

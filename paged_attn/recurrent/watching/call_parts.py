@@ -1,4 +1,4 @@
-"""What a module that keeps state is given and returns per token, told apart by calls on two lengths."""
+"""Finds which arguments and results of a module with state are per token, by calls on two lengths."""
 
 from __future__ import annotations
 

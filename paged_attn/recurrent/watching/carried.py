@@ -1,4 +1,4 @@
-"""Recurrent state that a module is given and gives back, as a cell of an RNN does: `output, state = module(x, state)`.
+"""Recurrent state that a module takes and returns, like an RNN cell: `output, state = module(x, state)`.
 
 No model is known by name: what shows a cell is an argument of fixed size that comes back in the module's result with other numbers. Of a
 tensor that several cells get and change, each keeps the column that it changed (`state[1][:, :, 3]` of a model that stacks its layers).

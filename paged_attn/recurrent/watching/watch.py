@@ -1,4 +1,4 @@
-"""Running a model once and watching what each module is given, returns and changes in the cache."""
+"""Runs a model once and records what each module takes, returns and changes in the cache."""
 
 from __future__ import annotations
 

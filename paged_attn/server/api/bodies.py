@@ -1,4 +1,4 @@
-"""Bodies of requests: the fields that completions and chats share, and the engine's parameters that they become."""
+"""Bodies of requests: the fields that completions and chats share, and their translation to the engine's parameters."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class Body(Closed):
             )
 
     def wanted_schema(self) -> dict[str, Any] | None:
-        """The JSON schema that the answer shall follow, if any."""
+        """The JSON schema that the answer must follow, if any."""
         return self.json_schema
 
     def wanted_guides(self) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class ChatBody(FormattedBody):
 
 
 def refuse_two_ends(add_generation_prompt: bool | None, continue_final_message: bool | None) -> None:
-    """Raises ApiError: 400 if a chat's prompt shall end with the beginning of an answer, and with its last message."""
+    """Raises ApiError: 400 for a chat whose prompt should end both with the beginning of an answer and with its last message."""
     if continue_final_message and add_generation_prompt:
         what = "add_generation_prompt: got true beside continue_final_message=true, which goes on with the last message"
         raise ApiError(400, f"{what}; give one of them", param="add_generation_prompt")

@@ -1,4 +1,4 @@
-"""Answers of /v1/completions: text after a prompt, the prompt itself where it is to be echoed, and log-probabilities of both."""
+"""Answers of /v1/completions: the text, the prompt if it is echoed, and log-probabilities of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/docs: what /openapi.json says, as one page for people. It needs no script and nothing from elsewhere."""
+"""/docs: /openapi.json as one readable page, without scripts or external resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routes for operators: whether the process lives, whether it serves, and numbers."""
+"""The routes for operators: liveness, readiness and metrics."""
 
 from __future__ import annotations
 

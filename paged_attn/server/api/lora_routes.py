@@ -1,4 +1,4 @@
-"""Routes that load and unload adapters, with vLLM's names: only where the server was told of a folder that they may come from."""
+"""Routes that load and unload adapters, with vLLM's names: only if the server has a folder from which they may be loaded."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def inside(folder: Path, path: str) -> Path:
         root = folder.resolve(strict=True)
         found = (root / path).resolve()
     except (OSError, ValueError) as error:  # a null byte, a loop of links
-        raise ApiError(400, f"lora_path: {shown(path)} is no path", param="lora_path") from error
+        raise ApiError(400, f"lora_path: {shown(path)} is not a path", param="lora_path") from error
     if root == found or root not in found.parents:
         raise ApiError(400, f"lora_path: {shown(path)} is not in this server's folder of adapters (--lora-folder)", param="lora_path")
     return found

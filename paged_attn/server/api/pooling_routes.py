@@ -1,4 +1,4 @@
-"""Embeddings as OpenAI has them, scores of pairs as vLLM, reranking as Jina and Cohere."""
+"""Embeddings as in OpenAI's API, scores of pairs as in vLLM's, reranking as in Jina's and Cohere's."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class EmbeddingBody(PoolingBody):
         description="a text, a list of texts, a list of token ids, or a list of such lists", json_schema_extra={"anyOf": PROMPTS}
     )
     encoding_format: Literal["float", "base64"] | None = Field(None, description="default float; base64 is of float32, little end first")
-    dimensions: int | None = Field(None, description="only the first so many numbers, normalized anew", json_schema_extra=within(1))
+    dimensions: int | None = Field(None, description="only the first so many numbers, normalized again", json_schema_extra=within(1))
     pooling: Literal["last", "mean", "cls"] | None = Field(None, description="extension: default: as the checkpoint says")
     normalize: bool | None = Field(None, description="extension: default: as the checkpoint says, else true")
 

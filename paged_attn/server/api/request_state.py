@@ -1,4 +1,4 @@
-"""What routes take from a request, and how each of them answers it."""
+"""What routes share: the state behind a request, checks, and running a job."""
 
 from __future__ import annotations
 

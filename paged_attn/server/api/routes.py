@@ -1,4 +1,4 @@
-"""OpenAI's routes, and one that ends a request by its id."""
+"""OpenAI's and Anthropic's chat and completion routes, and one that cancels requests by their id."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def responses(request: Request, body: ResponsesBody) -> Response:
 
 @router.post(MESSAGES, responses={**ANTHROPIC_ERRORS, **ANSWERS})
 async def messages(request: Request, body: MessagesBody) -> Response:
-    """The next message of a conversation, as Anthropic's API has it; so are errors."""
+    """The next message of a conversation, in Anthropic's format; errors too."""
     return await _chat_answer(request, body, MessagesReply)
 
 
@@ -158,10 +158,10 @@ async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:
 
 
 async def _checked(params: SamplingParams, engine: Engine, state: ServerState, caller: Caller, has_tools: bool) -> Guide | None:
-    """What the engine would refuse, said of the field at fault. What an answer shall follow is read here, beside the engine.
+    """Check what the engine would refuse, to name the field at fault. Schemas and grammars are parsed here, outside the engine's thread.
 
     Args:
-        has_tools: the grammar was made of tools.
+        has_tools: the grammar was made from tools.
 
     Raises:
         ApiError: 400.
@@ -183,7 +183,7 @@ def _not_enforced(error: ValueError) -> ApiError:
 
 
 def _ready(request: Request, body: Body) -> tuple[ServerState, Engine, Texts]:
-    """As `ready`, and raises ApiError: 400 for a model that continues no text, and for a body that contradicts itself."""
+    """`ready`, but also raises ApiError 400 for a model that does not generate, and for a body that contradicts itself."""
     state, engine, texts = ready(request, body.model)
     if (pooler := engine.pooler) is not None:
         where = "/v1/embeddings" if pooler.head is None else "/v1/score and /v1/rerank"
@@ -200,5 +200,5 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
 
 
 def _room(engine: Engine, prompts: Sequence[Prompt]) -> int:
-    """New tokens that there is room for after the longest prompt; at least 1, so that a prompt that is too long gets the engine's words."""
+    """How many new tokens fit after the longest prompt; at least 1, so that the engine itself refuses a prompt that is too long."""
     return max(engine.input_processor.room - max(len(prompt.token_ids) for prompt in prompts) + 1, 1)

@@ -1,4 +1,4 @@
-"""What bodies may take: bytes of all together, values of JSON, counted while the bytes come in, and time."""
+"""Limits on bodies: bytes of all together, JSON values (counted while bytes arrive), and time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ for _characters, _kind in ((b'"', _QUOTE), (b"[{", _OPEN), (b"]}", _CLOSE), (b",
 
 
 class BodyShape:
-    """How many values a body of JSON holds and how deep they lie in each other, without building any of it. What is no JSON it may count as
-    it likes."""
+    """Counts the values of a JSON body and how deeply they are nested, without building any of them. Counts of anything but JSON are
+    arbitrary."""
 
     def __init__(self) -> None:
         self.values = 1

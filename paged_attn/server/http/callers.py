@@ -1,4 +1,4 @@
-"""Who asks: the tenant of a request, told by its API key, and how much of the server one tenant may have."""
+"""The tenant of a request, identified by its API key, and how much of the server one tenant may use."""
 
 from __future__ import annotations
 

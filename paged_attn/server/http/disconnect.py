@@ -1,4 +1,4 @@
-"""Work for a client that may leave."""
+"""Runs work for a client that may disconnect."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ ANTHROPIC_TYPES = {
 
 
 class Told(Protocol):
-    """What is told of an `ApiError`."""
+    """What a client sees of an `ApiError`."""
 
     status: int
     message: str

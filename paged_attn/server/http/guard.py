@@ -1,4 +1,4 @@
-"""Before any route: who asks, the size and the shape of the body, and how long it takes to come."""
+"""Before any route: the caller, the size and shape of the body, and how long it takes to arrive."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class LimitedProtocol(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun, into which nothing may be written
             self.transport.close()
             return
-        self._refuse(ApiError(400, f"this is no HTTP request that the server can read: {msg}"))
+        self._refuse(ApiError(400, f"this is not an HTTP request that the server can read: {msg}"))
 
     def _expect_headers(self) -> None:
         if self._timer is None:

@@ -1,4 +1,4 @@
-"""Around everything else: the id of a request, its line in the log, and its trace."""
+"""The outermost layer: the id of a request, its log line, and its trace."""
 
 from __future__ import annotations
 

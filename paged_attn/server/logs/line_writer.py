@@ -1,4 +1,4 @@
-"""Lines of a log, written by a thread of its own: a terminal or pipe that nobody reads stops nothing else."""
+"""Lines of a log, written by a thread of its own: a terminal or pipe that is not read blocks nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What GET /metrics tells Prometheus."""
+"""GET /metrics, for Prometheus."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ServerMetrics(Collector, Observer):
         for name, help, value in (
             ("prompt_tokens", "Prompt tokens computed", now.prompt_tokens),
             ("cached_prompt_tokens", "Prompt tokens taken from the prefix cache", now.cached_tokens),
-            ("stateless_prompt_tokens", "Cached prompt tokens computed anew for want of a state", now.tokens_without_state),
+            ("stateless_prompt_tokens", "Cached prompt tokens recomputed for lack of a state", now.tokens_without_state),
             ("new_tokens", "Tokens generated", now.new_tokens),
             ("preemptions", "Requests that lost their pages and were recomputed", now.preemptions),
         ):
@@ -127,6 +127,6 @@ class CountingHistogram:
         self._sum += value * count
 
     def collect(self) -> Metric:
-        """What there is now, as Prometheus is told."""
+        """The current values, in Prometheus' format."""
         totals = zip(map(floatToGoString, self._bounds), map(float, accumulate(self._counts)), strict=True)
         return HistogramMetricFamily(self._name, self._help, buckets=list(totals), sum_value=self._sum)

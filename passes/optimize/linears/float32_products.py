@@ -81,7 +81,7 @@ def _product(node: fx.Node, form: CallForm, values: Values) -> _Product | None:
 
 
 def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
-    """What is multiplied, the weight and the bias; None for all of what is no product, or has further arguments."""
+    """What is multiplied, the weight and the bias; None for all of what is not a product, or has further arguments."""
     names = _OPERANDS.get(name_of(node), ())
     given = arguments_of(node, names)
     if not names or len(node.args) > len(names) or not given.keys() <= set(names):

@@ -17,7 +17,7 @@ class Memory:
     """How many of a model's tensors hold each storage.
 
     Args:
-        tensors: all that are known of the model; what is no plain tensor is not looked into.
+        tensors: all that are known of the model; what is not a plain tensor is not looked into.
     """
 
     def __init__(self, tensors: Iterable[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What is computed for rows that nobody asks for: the rows whose logits are wanted are picked as far up the graph as is proved.
+"""Avoids computing unwanted rows: picks the rows whose logits are wanted as far up the graph as can be proved correct.
 
 Before: attention(q, k, v, out); x = x + o_proj(out); x = x + mlp(norm(x)) [1, T, H]; logits = lm_head(norm(x)[:, rows]) [1, N, V]
 After:  attention(q, k, v, out); x = x[:, rows] + o_proj(out[rows]); x = x + mlp(norm(x)) [1, N, H]; logits = lm_head(norm(x))

@@ -137,7 +137,7 @@ def _traced_like(value: FakeTensor) -> Iterator[None]:
 
 
 def _dims_in_memory(value: Tensor) -> list[int]:
-    """From the one with the longest stride on; as they are where strides are no numbers."""
+    """From the one with the longest stride on; as they are where strides are not numbers."""
     strides = [symbol(stride) for stride in value.stride()]
     numbers = all(isinstance(stride, int) for stride in strides)
     return sorted(range(value.dim()), key=lambda dim: -strides[dim]) if numbers else list(range(value.dim()))

@@ -133,7 +133,7 @@ def _is_plain_lookup(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
 
 
 def _is_of_last(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
-    """A norm over last dims that are no rows, with weights that have none."""
+    """A norm over last dims that are not rows, with weights that have none."""
     shape = argument_of(node, 1, "normalized_shape")
     (layout, *others), source = rows.values(), node.args[0] if node.args else None
     if others or source not in rows or not isinstance(shape, (tuple, list)):

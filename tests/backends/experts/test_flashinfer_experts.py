@@ -115,7 +115,7 @@ def test_it_gives_the_numbers_of_the_experts_one_by_one(bias: bool, name: str) -
         ({"spec": ExpertsSpec(12, 64, 32, Gating(up_softcap=1.0, up_first=True))}, "it has no soft caps"),
         ({"spec": ExpertsSpec(12, 64, 32, Gating("relu", up_first=True))}, r"it has no relu\(gate\) \* up, up first, only silu, gelu_tanh"),
         ({"spec": ExpertsSpec(12, 64, 32, Gating("sigmoid", False))}, "it has no sigmoid, only"),
-        ({"spec": ExpertsSpec(12, 60, 32, Gating(up_first=True))}, "a width of 60 is no multiple of 8"),
+        ({"spec": ExpertsSpec(12, 60, 32, Gating(up_first=True))}, "a width of 60 is not a multiple of 8"),
         ({"in_rows": False}, "the weights of this layer lie transposed, or gate and up apart"),
         ({"dtype": torch.float32}, "dtype float32"),
         ({"architecture": 80}, "this GPU is SM80"),

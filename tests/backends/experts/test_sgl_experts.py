@@ -94,7 +94,7 @@ def test_what_runs(gating: str, calls: list[str], fake: FakeTritonKernels) -> No
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"spec": ExpertsSpec(12, 60, 32)}, "a width of 60 is no multiple of 8"),
+        ({"spec": ExpertsSpec(12, 60, 32)}, "a width of 60 is not a multiple of 8"),
         ({"dtype": torch.float32}, "dtype float32"),
         ({"architecture": 80}, "needs SM90, this GPU is SM80"),
         ({"device": "cpu", "architecture": None}, "not on cpu"),

@@ -56,7 +56,7 @@ def test_each_takes_what_is_asked_of_it_or_says_why_not(monkeypatch: pytest.Monk
     assert select_experts("auto", CPU).name == select_experts("auto", dataclasses.replace(CPU, device="cpu-amx")).name == "one_by_one"
     assert select_experts("grouped_mm", HOPPER).rejected["triton"] == "asked for another by name"
     odd = dataclasses.replace(HOPPER, spec=ExpertsSpec(12, 60, 32))
-    assert reasons_against("grouped_mm", odd) == ["a width of 60 is no multiple of 8"]
+    assert reasons_against("grouped_mm", odd) == ["a width of 60 is not a multiple of 8"]
     turing = dataclasses.replace(HOPPER, architecture=75)
     assert reasons_against("grouped_mm", turing) == ["needs SM80 or newer, this GPU is SM75"]
     monkeypatch.setattr("paged_attn.backends.selection.packages.unmet_requirement", lambda need: f"{need.module} is not installed")

@@ -96,7 +96,7 @@ def test_weights_that_are_damaged(llm: LLM, tmp_path: Path, name: str) -> None:
     (tmp_path / "adapter_model.safetensors").unlink()
     for content in (b"", b"\x80\x02not weights", b"{" * 400):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=rf"{re.escape(name)}.* cannot be read .*copy or save the adapter anew"):
+        with pytest.raises(ValueError, match=rf"{re.escape(name)}.* cannot be read .*copy or save the adapter again"):
             llm.load_lora("a", tmp_path)
 
 

@@ -61,7 +61,7 @@ def test_weights_lie_in_one_memory_and_are_followed(tmp_path: Path) -> None:
         assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
         prompt = PROMPTS[2]
         assert llm.generate([prompt], GREEDY)[0].token_ids == greedy(model, prompt, 8)
-        llm.load_lora("b", adapters.folders["b"])  # is no change of the model: what is cached stays
+        llm.load_lora("b", adapters.folders["b"])  # is not a change of the model: what is cached stays
         cached = llm.engine.stats.cached_tokens
         llm.generate([prompt], GREEDY)
         assert llm.engine.stats.cached_tokens > cached

@@ -11,7 +11,7 @@ def check_invariants(cache: RadixCache) -> None:
     unlocked = candidates = 0
     queue = cache._queue
     for namespace, root in cache._roots.items():
-        assert root.is_root and root.parent is None and not root.pages, f"{root} is no root"
+        assert root.is_root and root.parent is None and not root.pages, f"{root} is not a root"
         assert root.children, f"{root} is empty and should have been dropped"
         assert root.payload is None, f"{root} has a payload, but no prefix ends there"
         stack = [root]

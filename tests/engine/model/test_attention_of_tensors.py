@@ -136,7 +136,7 @@ def test_a_stored_table_counts_as_far_as_it_reaches(scores: Scores) -> None:
 
 
 def test_stored_blocks_that_are_longer_than_a_probe_are_seen() -> None:
-    """Until 640 tokens such a mask is the causal one. It is of no known family, and evaluated anew."""
+    """Until 640 tokens such a mask is the causal one. It is of no known family, and recomputed."""
     model, given = built(in_stored_blocks), prompts(7, 700)
     with LLM(model, num_pages=80) as llm:
         assert served(llm, given, 3) == [greedy(model, each, 3) for each in given]

@@ -318,7 +318,7 @@ class CountsItsCalls(OfRareIds):
 
 
 def test_what_a_model_writes_itself_is_no_change_of_it() -> None:
-    """A prompt in two chunks was computed anew for ever; what somebody else writes still counts."""
+    """A prompt in two chunks was recomputed for ever; what somebody else writes still counts."""
     torch.manual_seed(0)
     model, prompt = CountsItsCalls().eval(), list(range(40))
     with LLM(model, num_pages=64, max_batch_tokens=32) as llm:

@@ -16,7 +16,7 @@ from paged_attn.engine.model.loading import checked_dtype
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"dtype": "float17"}, "dtype is 'float17'; allowed are bfloat16, float16 and float32"),
     ({"dtype": torch.int8}, "dtype is torch.int8; allowed are"),
-    ({"device": "gpu"}, "device 'gpu' is no device; allowed are cpu, cuda and cuda:N"),
+    ({"device": "gpu"}, "device 'gpu' is not a device; allowed are cpu, cuda and cuda:N"),
     ({"device": "meta"}, "device 'meta' is not supported; allowed are cpu, cuda and cuda:N"),
     ({"device": "cuda:99"}, "device 'cuda:99': this machine shows"),
     ({"device": "cpu", "kv_memory_gib": 1e6}, r"kv_memory_gib is 1e\+06, and cpu has .* GiB in all; lower it"),

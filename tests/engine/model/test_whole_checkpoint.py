@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("size", [0, 20, 5000])
 def test_a_file_that_is_cut_short_is_named(folder: Path, size: int) -> None:
     os.truncate(folder / "model.safetensors", size)
-    said = f"no causal language model could be loaded from '{folder}': model.safetensors ({size:,} bytes) is no whole safetensors file: "
+    said = f"no causal language model could be loaded from '{folder}': model.safetensors ({size:,} bytes) is not a whole safetensors file: "
     with pytest.raises(ValueError, match=re.escape(said) + ".*; copy or download it again"):
         LLM(folder)
 

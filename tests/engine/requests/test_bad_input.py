@@ -49,7 +49,7 @@ CALL_ERRORS: dict[str, tuple[Call, type[Exception], str]] = {
         TypeError,
         r"namespace is \['a'\]; allowed is what can",
     ),
-    "an adapter that is no name": (lambda llm: llm.generate(GOOD, GREEDY, lora=5), TypeError, "lora is 5; allowed: the name"),  # type: ignore[arg-type]
+    "an adapter that is not a name": (lambda llm: llm.generate(GOOD, GREEDY, lora=5), TypeError, "lora is 5; allowed: the name"),  # type: ignore[arg-type]
     "a mask of another length": (
         lambda llm: llm.generate({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1]]}, GREEDY),
         ValueError,

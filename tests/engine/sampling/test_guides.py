@@ -188,7 +188,7 @@ def test_an_answer_that_can_not_go_on_ends_alone_with_the_reason() -> None:
         ({"json_schema": {"$ref": "#"}}, "json_schema: no answer can follow it"),
         ({"json_schema": {"$ref": "file:///etc/passwd"}}, "json_schema: .*does not fetch"),
         ({"json_schema": NESTED}, "json_schema: recursion limit exceeded"),
-        ({"json_schema": '{"items":' * 20_000 + "{}" + "}" * 20_000}, "json_schema: got what is no JSON object .*recursion"),
+        ({"json_schema": '{"items":' * 20_000 + "{}" + "}" * 20_000}, "json_schema: got what is not a JSON object .*recursion"),
         # Its masks take 40 ms of the 100 that one may take, and more where other processes share the core.
         ({"regex": "(a{1000}){1000}"}, "regex: (lexer error: too many|finding out which token may come next takes more than 0.1 s)"),
         ({"regex": "(" * 20_000 + "a" + ")" * 20_000}, "regex: .*nest"),

@@ -1,4 +1,4 @@
-"""Custom ops without a fake run by themselves between the pieces; calls that only tell people something are no part of a graph."""
+"""Custom ops without a fake run by themselves between the pieces; calls that only tell people something are not part of a graph."""
 
 from __future__ import annotations
 

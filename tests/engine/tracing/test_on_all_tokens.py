@@ -174,7 +174,7 @@ def test_what_is_called_in_more_ways_than_one_stays_refused() -> None:
 
 
 class InAList(Model):
-    """Its layers are no modules of its own, so that the path of an attention leads nowhere."""
+    """Its layers are not modules of its own, so that the path of an attention leads nowhere."""
 
     def __init__(self) -> None:
         super().__init__()

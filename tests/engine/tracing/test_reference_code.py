@@ -1,5 +1,5 @@
 """Idioms of reference code (Llama's, nanoGPT's, gpt-fast's, DeepSeek-V3's, OLMo's, lingua's, minimind's), each in a model of two layers
-that is served as it is: ragged prompts get the tokens of the model's own greedy loop, and nothing is computed anew in every step."""
+that is served as it is: ragged prompts get the tokens of the model's own greedy loop, and nothing is recomputed in every step."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class LastTokenAlone(Reference):
 
 
 class OtherWithTargets(LastTokenUnlessTrained):
-    """What it gives in training is no answer."""
+    """What it gives in training is not an answer."""
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
         return super().forward(idx if targets is None else idx.flip(1), targets)

@@ -218,4 +218,4 @@ def test_models_without_such_modules() -> None:
 def test_explain_says_so(phi3: PreTrainedModel) -> None:
     with make_llm(phi3) as llm:
         text = paged_attn.explain(llm)
-    assert "longrope     a request of more than 64 tokens has other keys: one that comes to have more is computed anew" in text
+    assert "longrope     a request of more than 64 tokens has other keys: one that comes to have more is recomputed" in text

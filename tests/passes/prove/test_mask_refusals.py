@@ -1,4 +1,4 @@
-"""Masks that no family covers are evaluated anew on all tokens where they are causal; else they are refused: the message names the layer,
+"""Masks that no family covers are recomputed from all tokens where they are causal; else they are refused: the message names the layer,
 says why and draws the mask. Nothing is guessed."""
 
 from __future__ import annotations

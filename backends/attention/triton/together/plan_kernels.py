@@ -1,4 +1,4 @@
-"""Which requests of a decode step have a tile in common: what their page tables begin with, then what each has besides."""
+"""Plans which requests of a decode step share a tile: first the pages that they share, then each one's own."""
 
 # mypy: ignore-errors
 

@@ -1,4 +1,4 @@
-"""Reads what answers shall follow, here and on trial: run as a script this file forks a process for each source, so that one that overflows
+"""Parses schemas and grammars, here and on trial: as a script, this file forks a process for each source, so that one that overflows
 the stack, never ends or takes all memory harms nobody. Imports nothing but llguidance and Python's own; see `GuideTrials`."""
 
 from __future__ import annotations

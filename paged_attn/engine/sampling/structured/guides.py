@@ -86,7 +86,7 @@ class Guides:
         vocab_size: of the model, if it is known; eos_token_ids: what the model ends an answer with.
 
     Grammars are read by llguidance: first in a process of its own, which may die of them, and then here. What was read last is kept, and
-    what somebody still holds.
+    what is still in use.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int | None, eos_token_ids: frozenset[int]) -> None:
@@ -113,7 +113,7 @@ class Guides:
             return found.copy()
 
     def prototype(self, params: SamplingParams) -> Guide | None:
-        """What `guide` makes copies of. While somebody holds it, `guide` gives one at once. Raises as `guide` does."""
+        """What `guide` makes copies of. While it is in use, `guide` gives one at once. Raises as `guide` does."""
         asked = params.guide
         if asked is None:
             return None

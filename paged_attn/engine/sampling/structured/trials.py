@@ -1,4 +1,4 @@
-"""Before what an answer shall follow is read in this process: how large it may be, and trying it out in another one."""
+"""Limits the size of schemas and grammars, and parses them on trial in another process, before this one parses them."""
 
 from __future__ import annotations
 

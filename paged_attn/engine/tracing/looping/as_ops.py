@@ -1,4 +1,4 @@
-"""Blocks that loop over a list of experts, each as what it does itself around one op, while a model is traced."""
+"""Traces each block that loops over a list of experts as its own operations around one op."""
 
 from __future__ import annotations
 
@@ -132,10 +132,10 @@ def kind_within(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _functions(module: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Attributes that are no data and can be called: who has others computes something else."""
+    """Attributes that are not data and can be called: who has others computes something else."""
     return tuple((name, id(value)) for name, value in vars(module).items() if callable(value) and not isinstance(value, type))
 
 
 def hooked_within(module: nn.Module) -> str:
-    """The path of a part that somebody has hooked, or whose forward somebody replaced; empty if there is none."""
+    """The path of a part that has hooks or a replaced forward; empty if there is none."""
     return next((name or "itself" for name, part in module.named_modules() if is_hooked(part)), "")

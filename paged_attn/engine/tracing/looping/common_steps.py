@@ -1,4 +1,4 @@
-"""Two tapes of one block, for different numbers of tokens: the steps that both took, with numbers that are for any number of tokens.
+"""The common steps of two tapes of one block, for different numbers of tokens, with their numbers made valid for any number of tokens.
 
 A block that loops over its data takes other steps for other tokens. What it does before and after the loop is the same.
 """

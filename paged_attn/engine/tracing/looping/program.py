@@ -1,4 +1,4 @@
-"""A block as a graph for any number of tokens: what it does itself, around one op in place of what its experts add up to."""
+"""A block as a graph for any number of tokens: its own operations around one op that replaces the sum of its experts."""
 
 from __future__ import annotations
 

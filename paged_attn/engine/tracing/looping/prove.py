@@ -1,4 +1,4 @@
-"""Where a block's experts stand in what it does, found by experts that say who they are, and proved with the real ones."""
+"""Finds where a block uses its experts, with experts that identify themselves, and proves it with the real ones."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class _Proof:
             output = both.generalised(*outputs)
         except ValueError as error:
             raise NotProved(f"what it returns depends on its data: {error}") from None
-        reason = NotProved("what it returns is no sum of its experts' rows of the tokens, by weights that stand in what it computes")
+        reason = NotProved("what it returns is not a sum of its experts' rows of the tokens, by weights that stand in what it computes")
         op = (*self.mlp.gating.arguments, self.backend)
         for count, site in enumerate(self._sites(tapes[0], torch.cat(fed[0]))):
             if count == MOST_TRIED:

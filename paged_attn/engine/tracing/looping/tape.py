@@ -1,4 +1,4 @@
-"""What a call does to tensors, step by step, with what torch function modes see: the functions of torch as a model calls them."""
+"""Records what a call does to tensors, step by step, with a torch function mode: the torch functions as a model calls them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Tape(TorchFunctionMode):
 
     Args:
         named: the tensors that are there before, by their names.
-        instead: of these steps, what they shall have given.
+        instead: results to use instead of those of these steps.
         watched: how many numbers a tensor has whose states are kept, if it is made from what experts gave.
 
     Attributes:

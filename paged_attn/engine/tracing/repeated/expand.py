@@ -1,4 +1,4 @@
-"""A marked trace becomes the graph of all layers: what was traced of one stands for each of the others, with their weights."""
+"""Turns a marked trace into the graph of all layers: copies of one traced layer, with the other layers' weights."""
 
 from __future__ import annotations
 

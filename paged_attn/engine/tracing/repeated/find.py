@@ -89,7 +89,7 @@ def numbers_of_ops(layer: nn.Module) -> tuple[int, ...]:
 
 
 def closure(forward: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The code of a forward that was put in the place of a module's own, and its constants; what is no function is like nothing else."""
+    """The code of a forward that was put in the place of a module's own, and its constants; what is not a function is like nothing else."""
     function = getattr(forward, "__func__", forward)
     if not isinstance(function, types.FunctionType):
         return id(forward), ()

@@ -1,4 +1,4 @@
-"""Ops that stand in a trace where a layer begins and ends, or for all of it. None is ever run."""
+"""Ops that mark the beginning and end of a layer in a trace, or replace the layer. None is ever run."""
 
 from __future__ import annotations
 

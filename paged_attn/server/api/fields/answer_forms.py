@@ -1,4 +1,4 @@
-"""Fields that say what an answer has to follow, as OpenAI and vLLM have them, in the words of `SamplingParams`."""
+"""Fields of OpenAI and vLLM that constrain an answer, translated to `SamplingParams`."""
 
 from __future__ import annotations
 

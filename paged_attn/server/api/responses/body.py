@@ -170,7 +170,7 @@ def messages_of(given: Any, instructions: str | None) -> list[dict[str, Any]]:
     that do are one, too.
 
     Raises:
-        ApiError: 400 for anything that is no text and no list of known items; with its place.
+        ApiError: 400 for anything that is neither text nor a list of known items; with its place.
     """
     messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
     if isinstance(given, str):

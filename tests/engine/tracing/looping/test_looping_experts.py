@@ -264,8 +264,8 @@ def hooked(model: Model) -> None:
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a capacity": (Capacity, None, "other numbers than its experts' rows by the weights"),
     "noise": (Noisy, None, "other numbers than its experts' rows by the weights"),
-    "an expert that is skipped": (Skipped, None, "no sum of its experts' rows"),
-    "something behind an expert": (Squared, None, "no sum of its experts' rows|other numbers than its experts' rows"),
+    "an expert that is skipped": (Skipped, None, "not a sum of its experts' rows"),
+    "something behind an expert": (Squared, None, "not a sum of its experts' rows|other numbers than its experts' rows"),
     "a branch on logits": (Branching, None, r"may branch on numbers \(__bool__\)"),
     "an unknown gate": (lambda: OneHotLoop(lambda: Gated(activation=torch.sin)), None, "compute nothing that is known of w1, w3, w2"),
     "a norm in an expert": (lambda: OneHotLoop(Normed), None, r"have 3 linear layers and besides \['norm.bias', 'norm.weight'\]"),
