@@ -1,4 +1,4 @@
-"""The forward context: which batch, pool and backend the op bodies of this thread work on."""
+"""The forward context: the batch, pool and backend that op bodies of this thread use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Active(threading.local):
-    """The contexts that this thread is in, the innermost last."""
+    """The active contexts of this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.contexts: list[ForwardContext] = []
@@ -59,7 +59,7 @@ class Recurrent(Protocol):
 
 
 class NoAttention:
-    """A backend of steps in which no paged attention runs, or another process compiles what would."""
+    """A backend for steps in which no paged attention runs, or whose attention kernels are not compiled ahead."""
 
     def plan(self, batch: Batch, pool: KVPool) -> None: ...
 
@@ -78,13 +78,13 @@ def without_attention(batch: Batch, dtype: torch.dtype, recurrent: Recurrent | N
 class ForwardContext:
     """`with ForwardContext(batch, pool, backend):` one step of one pool. Enter it once, in the thread that runs the model.
 
-    The plan is made on entry, unless `plan` is one that was made before (of a captured graph, which holds its device work);
-    gradients are off inside, and the pool's device is the current one. Contexts nest (a draft model inside a target's step) and are
-    restored however they are left.
+    The plan is made on entry, unless `plan` was made before (for a captured graph, which contains its device work). Inside, gradients are
+    off, and the pool's device is the current one. Contexts nest (a draft model inside a target's step) and are restored however they are
+    left.
 
     Attributes:
-        rewritten: a compiled model runs its rewritten graph, and not the one that was traced.
-        ran: an op or a compiled graph of ours has run in it; `must_run`: if none has when it is left, that is a ContextError.
+        rewritten: a compiled model runs its rewritten graph, not the traced one.
+        ran: an op or a compiled graph of ours has run in it; `must_run`: leaving it before that raises ContextError.
     """
 
     rewritten, ran, must_run = True, False, False
@@ -152,10 +152,10 @@ def current_context() -> ForwardContext | None:
 
 
 def context_of(op: str, rows: int) -> ForwardContext:
-    """The thread's context, for an op of that name whose tensors have so many rows.
+    """The thread's context, for the op of this name, whose tensors have `rows` rows.
 
     Raises:
-        ContextError: there is none, or its batch is another one.
+        ContextError: there is none, or its batch has another number of rows.
     """
     context = current_context()
     if context is None:
@@ -169,7 +169,7 @@ def context_of(op: str, rows: int) -> ForwardContext:
 
 
 def recurrent_context_of(op: str, layer_id: int, rows: int) -> tuple[ForwardContext, Recurrent]:
-    """As `context_of`, and what runs layers with recurrent state in it; it must have that."""
+    """`context_of`, and its runner of layers with recurrent state, which it must have."""
     context = current_context()
     if context is None or context.recurrent is None:
         where = "outside any forward context" if context is None else "in a forward context without recurrent state"

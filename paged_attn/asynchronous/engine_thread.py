@@ -24,20 +24,20 @@ from paged_attn.engine.requests.outputs import TokenEvent
 from paged_attn.engine.requests.request import Request
 
 logger = logging.getLogger("paged_attn")
-ADDS_PER_TURN = 64  # so that a flood of new requests does not hold up running ones
+ADDS_PER_TURN = 64  # so that a flood of new requests does not delay running ones
 
 
 class EngineThread:
-    """Makes an engine in a thread of its own, and steps it there.
+    """Creates an engine in its own thread, and steps it there.
 
     Args:
         make_engine: called on the thread; may take minutes.
         max_queue: prompts that may wait beyond those that can run (`JobQueue`).
-        queue_seconds: how long one may wait; None: for ever.
+        queue_seconds: how long a prompt may wait; None: no limit.
 
-    A step that raises ends its requests with a StepFailedError; all others go on. After that, as soon as the engine
-    is idle, a probe of one token must run, or the engine counts as dead; one that does not recover is dead at once.
-    `submit`, `cancel` and `drain` are for any thread.
+    A step that raises ends its requests with a StepFailedError; all others continue. After that, as soon as the engine is idle, a probe of
+    one token must succeed, or the engine is considered dead; an engine that does not recover (`Engine.recovers`) is dead at once.
+    `submit`, `cancel` and `drain` may be called from any thread.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="paged-attn-engine", daemon=True)
 
     def start(self) -> None:
-        """Make the engine and run it; updates of jobs go to their loops."""
+        """Create the engine and run it; updates of jobs go to their event loops."""
         self._thread.start()
 
     def wait_until_made(self) -> None:
-        """Until there is an engine; raises what making it raised."""
+        """Wait until there is an engine; raises what creating it raised."""
         with self._condition:
             self._condition.wait_for(lambda: self.status is not Status.LOADING)
         if self.engine is None and self.error is not None:
@@ -108,7 +108,7 @@ class EngineThread:
             self._condition.notify()
 
     def cancel(self, job: Job) -> None:
-        """Stop a job, wherever it is; nothing happens if it has ended."""
+        """Stop a job, waiting or running; does nothing if it has ended."""
         with self._condition:
             job.cancelled = True
             self._cancels.append(job)
@@ -128,7 +128,7 @@ class EngineThread:
         return await answer
 
     def drain(self) -> None:
-        """Take no new jobs; those that were taken go on."""
+        """Accept no new jobs; accepted ones continue."""
         with self._condition:
             if self.status in (Status.LOADING, Status.READY):
                 self.status = Status.DRAINING
@@ -239,7 +239,7 @@ class EngineThread:
         return job, Accepted()
 
     def _turn_away(self, engine: Engine) -> None:
-        """Tell jobs that have waited too long, and those beyond the queue's limit, that they are refused."""
+        """Refuse jobs that have waited too long, and those beyond the queue's limit."""
         if self.queue_seconds is not None:
             late = list(self._waiting.overdue(time.perf_counter(), self.queue_seconds))
             self._send(self._fail(engine, late, waited_too_long(self.queue_seconds), "queue_timeout"))
@@ -251,7 +251,7 @@ class EngineThread:
             self._send(self._fail(engine, surplus, made_room(), "turned_away"))
 
     def _drop(self, engine: Engine, job: Job, outcome: str | None) -> None:
-        """Cancel what the engine still has of a job; `outcome` is counted, None is not."""
+        """Cancel the requests of a job that the engine still has; `outcome` is counted unless it is None."""
         self._waiting.discard(job)
         for request in job.requests:
             if self._owners.pop(request.id, None) is not None:
@@ -337,7 +337,7 @@ class EngineThread:
             _settle(answer, answer.set_exception, told)
 
     def _send(self, updates: Iterable[tuple[Job, Update]]) -> None:
-        """One wake-up of each event loop for all of its jobs."""
+        """Wake up each event loop once for all of its jobs."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Job, Update]]] = {}
         for job, update in updates:
             if job.loop is not None:
