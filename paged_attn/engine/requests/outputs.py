@@ -32,7 +32,7 @@ class Logprob(float):
 
     @property
     def logprob(self) -> float:
-        """The number."""
+        """The value as a plain float."""
         return float(self)
 
 

@@ -1,4 +1,4 @@
-"""What the engine needs of whatever runs the model: `TracedRunner` (traced and rewritten) or `HookedRunner` (hooked, not compiled)."""
+"""The interface of what runs the engine's model: `TracedRunner` (traced and rewritten) or `HookedRunner` (hooked, not compiled)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Runner(Protocol):
     Attributes:
         layers: the attention layers, for a pool.
         token_ids: of the model.
-        max_positions: the longest sequence, None without limit; max_rows: the most tokens of one call, likewise.
+        max_positions: the longest sequence; max_rows: the most tokens of one call; None without limit.
         recurrent: the layers with recurrent state.
         ranks: the processes that hold the shards of the model and run it together; None for a whole one.
-        runs_as: for people: how the model is called.
-        one_row: a step of one request gains from being one row.
-        experts_per_choice: of a layer of experts, for each that a token chooses; 0 where there is none that is known.
-        follows_the_model: calls compute what the model is then, adapters and hooks included, and not a graph of what it was.
+        runs_as: how the model is called, as text.
+        one_row: a step of one request is faster as one row.
+        experts_per_choice: number of experts per chosen expert, in layers of experts; 0 if there are none.
+        follows_the_model: calls run the model as it is at that time, with adapters and hooks, not a graph of its earlier state.
     """
 
     follows_the_model: bool
@@ -48,7 +48,7 @@ class Runner(Protocol):
 
     @property
     def length_borders(self) -> tuple[int, ...]:
-        """Numbers of tokens, ascending: a request that has more than one of them needs other keys than it had before (longrope)."""
+        """Numbers of tokens, ascending: a request that exceeds one of them needs other keys than before (longrope)."""
 
     @property
     def recurrent(self) -> Sequence[RecurrentLayer]: ...
@@ -73,16 +73,16 @@ class Runner(Protocol):
         """The model as it runs, for checks that look inside."""
 
     def computes_the_same(self) -> bool:
-        """Whether the model computes on a few tokens what calls compute (a graph), or what it did when it was last remembered."""
+        """Whether the model computes on a few tokens the same as the graph, or without a graph, the same as at the last `remember`."""
 
     def changed_attention(self, found: Difference) -> list[str]:
-        """What of these changes attention does not follow, as it was proved from what was there before: layers or tensors, in words."""
+        """The changes that attention does not follow, because it was proved from earlier values: descriptions of layers or tensors."""
 
     def remember(self) -> None:
-        """From now on what the model computes now is the same."""
+        """Make the model's current results the reference of `computes_the_same`."""
 
     def reads(self, name: str) -> bool:
-        """Whether calls read this parameter or buffer as the model's own object, wherever its numbers lie."""
+        """Whether calls read this parameter or buffer as the model's own object, wherever its memory is."""
 
     def close(self) -> None:
         """Leave the model as it was found."""

@@ -1,4 +1,4 @@
-"""What a step computes for each of its requests, and how its batch is built."""
+"""Turns a scheduled step into its layout, per request, and the columns from which its batch is built."""
 
 from __future__ import annotations
 
@@ -22,13 +22,18 @@ NONE_IN_FLIGHT = -1
 
 
 class StepLayout(NamedTuple):
-    """What a step computes: each request's tokens from `starts` to `ends`; for those `sampling` the next one is chosen.
+    """What a step computes: the tokens of each request from `starts` to `ends`, and the next token of each request in `sampling`.
 
-    Columns [requests], as in `RequestColumns`; `samples` is an index of them that picks those `sampling`. `indices`: of the requests'
-    rows in `rows`, while the step is launched. `states`: of those sampling that need more than argmax, by their index among them. Of the
-    tokens `num_of_prompts` are of requests for which nothing was chosen yet.
-    `scored`: requests whose prompts get scores, and which. Only where there are any, `sample_rows` [sampling] says which rows of logits
-    those sampling have; otherwise all rows are theirs. `pooled`: requests whose rows are wanted themselves, and which.
+    Columns are [requests], as in `RequestColumns`.
+
+    Attributes:
+        rows, indices: the requests' rows are at `indices` in `rows` while the step is launched.
+        samples: index of columns that picks the requests in `sampling`.
+        states: sampling states of requests that need more than argmax, by index in `sampling`.
+        num_of_prompts: how many of the step's tokens belong to requests without a new token.
+        scored: requests whose prompts get scores, with the scored tokens.
+        sample_rows: [sampling], the rows of logits to sample from, if some rows are for scores or pooling; None: all rows.
+        pooled: requests that are embedded, with the rows to pool.
     """
 
     requests: list[Request]
@@ -54,33 +59,22 @@ def build_step(
     checkpoints: Mapping[int, Sequence[StateCheckpoint]] | None = None,
     frames: NDArray[np.int32] | None = None,
 ) -> tuple[StepLayout, RequestColumns]:
-    """What each request's share of a step is, and what the batch is made of; the requests are at `indices` [requests] in `rows`, and the
-    host has all tokens but those of the step that is `in_flight` (its number). With `pools` the requests are embedded. `frames`
-    [groups, pages]: the pool's pages, by group of layers, that the requests' pages stand for; None: these are the pool's."""
+    """The layout of a step, and the columns of its batch.
+
+    Args:
+        rows, indices: the requests are at `indices` [requests] in `rows`.
+        in_flight: number of the step whose tokens the host does not know yet.
+        pools: the requests are embedded.
+        frames: [groups, pages], the pool's page for each page of a request, by group of layers; None: they are the same.
+    """
     requests, counts, samples = step.requests, step.counts, step.samples
     starts = rows.num_cached[indices]
     ends = starts + counts
     wanted = rows.scores_from[indices]
     num_logits = np.maximum(ends - np.maximum(starts, wanted), samples)
-    num_pages, is_prompt = rows.num_pages[indices], rows.num_tokens[indices] == rows.num_prompt[indices]
-    page_table, group_tables = rows.pages.take(indices, axis=0)[:, : num_pages.max(initial=0)], None
-    if frames is not None:
-        tables = frames.take(page_table, axis=1)
-        page_table, group_tables = tables[0], tables[1:]
-    columns = RequestColumns(
-        tokens=_tokens(step, starts, future_token(rows.future_row[indices]), rows.produced_by[indices] == in_flight),
-        page_table=page_table,
-        num_pages=num_pages,
-        num_cached=starts,
-        num_new=counts,
-        num_logits=num_logits,
-        state_slots=rows.state_slot[indices],
-        lora_slots=rows.adapter[indices] - 1,
-        checkpoints=checkpoints,
-        group_tables=group_tables,
-        lengths=rows.num_tokens[indices],
-    )
-    num_of_prompts = int(counts[is_prompt].sum())
+    tokens = _tokens(step, starts, future_token(rows.future_row[indices]), rows.produced_by[indices] == in_flight)
+    columns = _columns(rows, indices, tokens, starts, counts, num_logits, checkpoints, frames)
+    num_of_prompts = int(counts[rows.num_tokens[indices] == rows.num_prompt[indices]].sum())
     picked: NDArray[np.bool_] | slice = slice(None) if samples.all() else samples
     sampling = requests if isinstance(picked, slice) else list(compress(requests, samples.tolist()))
     others = (rows.is_argmax_only[indices[picked]] == 0).nonzero()[0].tolist()
@@ -95,10 +89,40 @@ def build_step(
     return layout, columns
 
 
+def _columns(
+    rows: RequestRows,
+    indices: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    num_logits: NDArray[np.int64],
+    checkpoints: Mapping[int, Sequence[StateCheckpoint]] | None,
+    frames: NDArray[np.int32] | None,
+) -> RequestColumns:
+    num_pages = rows.num_pages[indices]
+    page_table, group_tables = rows.pages.take(indices, axis=0)[:, : num_pages.max(initial=0)], None
+    if frames is not None:
+        tables = frames.take(page_table, axis=1)
+        page_table, group_tables = tables[0], tables[1:]
+    return RequestColumns(
+        tokens=tokens,
+        page_table=page_table,
+        num_pages=num_pages,
+        num_cached=starts,
+        num_new=counts,
+        num_logits=num_logits,
+        state_slots=rows.state_slot[indices],
+        lora_slots=rows.adapter[indices] - 1,
+        checkpoints=checkpoints,
+        group_tables=group_tables,
+        lengths=rows.num_tokens[indices],
+    )
+
+
 def _pooled(
     requests: Sequence[Request], starts: NDArray[np.int64], ends: NDArray[np.int64], samples: NDArray[np.bool_], rows: NDArray[np.int64]
 ) -> list[tuple[Request, PooledPart]]:
-    """What this step adds for requests that are embedded: of "last" the end, of "cls" the beginning."""
+    """What this step adds for requests that are embedded: for "last" only their end, for "cls" only their beginning."""
     parts = []
     columns = zip(requests, starts.tolist(), ends.tolist(), samples.tolist(), rows.tolist(), strict=True)
     for request, start, end, is_last, row in columns:
