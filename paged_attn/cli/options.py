@@ -102,7 +102,7 @@ def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int | None) ->
     add("--ignore-eos", action="store_true", default=None, help="go on after the end-of-sequence token")
     add("--json-schema", metavar="JSON_OR_FILE", type=_schema, help="the answer is JSON of this schema: its text, or a file with it")
     add("--regex", metavar="RE", help="the answer matches this regular expression")
-    add("--grammar", metavar="LARK", help="the answer follows this grammar, in llguidance's dialect of Lark")
+    add("--grammar", metavar="TEXT", help="the answer follows this grammar, in llguidance's dialect of Lark or in GBNF")
     add("--logprobs", type=int, metavar="K", help="log-probability of each new token and of the K likeliest")
 
 

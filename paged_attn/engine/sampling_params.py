@@ -65,7 +65,7 @@ class SamplingParams:
             the prompt or in the answer. A text is meant with and without a space before it.
         json_schema: the answer is JSON of this schema (a mapping, or its text); kept as text.
         regex: the whole answer matches this regular expression (of Rust's `regex`, without anchors).
-        grammar: the answer follows this context-free grammar, in the dialect of Lark that llguidance reads.
+        grammar: the answer follows this context-free grammar, in the dialect of Lark that llguidance reads, or in llama.cpp's GBNF.
 
     Raises:
         TypeError: a value of the wrong type.

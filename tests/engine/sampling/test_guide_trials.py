@@ -224,3 +224,5 @@ def test_definitions_and_rules_are_counted_wherever_they_stand() -> None:
     check_size("grammar", "\n".join(many[:-1]))
     with pytest.raises(ValueError, match=f"got {MAX_RULES + 1} rules"):
         check_size("grammar", "\n".join(many))
+    with pytest.raises(ValueError, match=f"got {MAX_RULES + 1} rules"):
+        check_size("grammar", "\n".join(f'a-{i} ::= "x"' for i in range(MAX_RULES + 1)))

@@ -129,6 +129,18 @@ def test_a_grammar_of_its_own_and_one_cut_by_the_limit() -> None:
     assert just.finish_reason == "stop", "it is whole with its last token"
 
 
+def test_a_grammar_may_be_written_as_llama_cpp_has_them() -> None:
+    """The same tokens as of Lark's form; `::=` in a text of Lark's is no rule of the other form."""
+    gbnf = 'root ::= item ("," item)* "."  # vLLM and SGLang call it EBNF\nitem ::= [x-z]{2} | "::=" | my-own\nmy-own ::= "(" root ")"'
+    lark = 'start: item ("," item)* "."\nitem: /[x-z]{2}/ | "::=" | "(" start ")"'
+    llm = make_llm(tokenizer=tokenizer())
+    drawn = [
+        llm.generate([3], SamplingParams(max_new_tokens=60, grammar=text, temperature=1.0, seed=4, logit_bias={15: 2}))[0].token_ids
+        for text in (gbnf, lark)
+    ]
+    assert drawn[0] == drawn[1]
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_stop_strings_penalties_and_logprobs_work_beside_a_guide(streamed: bool) -> None:
     llm = make_llm(tokenizer=tokenizer())
@@ -184,6 +196,8 @@ def test_an_answer_that_can_not_go_on_ends_alone_with_the_reason() -> None:
         ({"json_schema": {"type": "objec"}}, "json_schema: Invalid type: objec"),
         ({"regex": "a(b"}, "regex: .*unclosed group"),
         ({"grammar": "start: x"}, 'grammar: .*unknown name: "x"'),
+        ({"grammar": 'root ::= "a" other'}, "grammar: .*GBNF.*Rule 'other' not found"),
+        ({"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, "grammar: .*GBNF.*recursion"),
         ({"grammar": "start: start"}, "grammar: no answer can follow it; got 'start: start'"),
         ({"json_schema": {"$ref": "#"}}, "json_schema: no answer can follow it"),
         ({"json_schema": {"$ref": "file:///etc/passwd"}}, "json_schema: .*does not fetch"),

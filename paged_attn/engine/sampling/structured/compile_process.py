@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 # Between tokens of JSON; without a bound a weak model goes on with line ends for ever.
@@ -21,6 +21,7 @@ LEXER_STATES = 50_000  # each takes 1 to 2 kB
 SHOWN_LINE, SHOWN_ERROR = 200, 500  # characters
 
 WALKED_TOKENS = 48
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
 
 
 class Limits(NamedTuple):
@@ -41,29 +42,44 @@ class Limits(NamedTuple):
     mask_seconds: float = 0.1
 
 
-def read_matcher(tokens: Any, what: str, source: str) -> Any:
-    """The `LLMatcher` of a source, with its first mask computed.
+def as_grammar(what: str, source: str) -> str:
+    """A source in llguidance's own form.
+
+    Args:
+        what: "json_schema", "regex" or "grammar".
+
+    Raises:
+        ValueError: a grammar of llama.cpp's form is none; in llguidance's words.
+    """
+    from llguidance import LLMatcher, grammar_from
+
+    if what == "json_schema":
+        return str(LLMatcher.grammar_from_json_schema(source, defaults=_json_options(source)))
+    return grammar_from("regex" if what == "regex" else "gbnf" if is_gbnf(source) else "lark", source)
+
+
+def read_matcher(tokens: Any, grammar: str) -> Any:
+    """The `LLMatcher` of what `as_grammar` has made, with its first mask computed.
 
     Args:
         tokens: an `LLTokenizer`.
-        what: "json_schema", "regex" or "grammar".
 
     Raises:
         ValueError: llguidance cannot read it, or no answer follows it; in its own words.
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    readers: dict[str, Callable[[str], str]] = {
-        "json_schema": lambda schema: LLMatcher.grammar_from_json_schema(schema, defaults=_json_options(schema)),
-        "regex": LLMatcher.grammar_from_regex,
-        "grammar": LLMatcher.grammar_from_lark,
-    }
     limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL, max_lexer_states=LEXER_STATES, verbose_errors=False)
-    matcher = LLMatcher(tokens, readers[what](source), log_level=0, limits=limits)
+    matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
     matcher.compute_bitmask()  # may take a second, and is where some turn out to be too large, or to allow nothing
     if matcher.is_error():
         raise ValueError(error_of(matcher))
     return matcher
+
+
+def is_gbnf(grammar: str) -> bool:
+    """Whether its rules are written as llama.cpp has them (vLLM and SGLang call it EBNF), not as Lark has them."""
+    return _GBNF_RULE.search(grammar) is not None
 
 
 def error_of(matcher: Any) -> str:
@@ -122,9 +138,9 @@ def _try(tokens: Any, what: str, source: str, limits: Limits, answer: int) -> No
     signal.setitimer(signal.ITIMER_REAL, limits.wall_seconds)
     before = _bytes(1)
     try:
-        matcher = read_matcher(tokens, what, source)
+        matcher = read_matcher(tokens, grammar := as_grammar(what, source))
         slowest = _walk_on_a_stack_of(limits.mask_stack_bytes, matcher)
-        result: dict[str, Any] = {"nbytes": max(_bytes(1) - before, 0), "mask_seconds": slowest}
+        result: dict[str, Any] = {"nbytes": max(_bytes(1) - before, 0), "mask_seconds": slowest, "grammar": grammar}
     except ValueError as error:
         result = {"error": str(error)}
     os.write(answer, json.dumps(result).encode())

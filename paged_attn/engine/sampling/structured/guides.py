@@ -21,8 +21,8 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.install_line import install_line
-from paged_attn.engine.sampling.structured.compile_process import error_of, read_matcher
-from paged_attn.engine.sampling.structured.trials import GuideTrials, check_size
+from paged_attn.engine.sampling.structured.compile_process import as_grammar, error_of, read_matcher
+from paged_attn.engine.sampling.structured.trials import GuideTrials, Trial, check_size
 from paged_attn.engine.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -149,11 +149,11 @@ class Guides:
         tokens = self._vocabulary.tokens
         check_size(what, source)
         try:
-            nbytes = 0 if self.skips_trial else self._trials.run(what, source).nbytes
-            matcher = _on_a_large_stack(lambda: read_matcher(tokens, what, source))
+            trial = Trial(0, 0.0, as_grammar(what, source)) if self.skips_trial else self._trials.run(what, source)
+            matcher = _on_a_large_stack(lambda: read_matcher(tokens, trial.grammar))
         except ValueError as error:
             raise ValueError(f"{what}: {error}; got {(source if len(source) <= 80 else source[:77] + '...')!r}") from error
-        return Guide(matcher, what, self._vocabulary, nbytes)
+        return Guide(matcher, what, self._vocabulary, trial.nbytes)
 
     def _read_vocabulary(self, what: str) -> tuple[_Vocabulary, GuideTrials]:
         from llguidance.hf import from_tokenizer

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from paged_attn.engine.sampling.structured import compile_process
-from paged_attn.engine.sampling.structured.compile_process import Limits
+from paged_attn.engine.sampling.structured.compile_process import Limits, is_gbnf
 
 MAX_DEFINITIONS = 1000  # in one JSON schema, including nested schemas
 MAX_RULES = 1000  # in one grammar, including terminals
@@ -28,7 +28,7 @@ def check_size(what: str, source: str) -> None:
     """Raises ValueError: too many definitions or rules. `SamplingParams` has counted the bytes."""
     if what == "json_schema" and (count := sum(_definitions(json.loads(source)))) > MAX_DEFINITIONS:
         raise ValueError(f"json_schema: got {count} definitions; allowed: at most {MAX_DEFINITIONS}; leave out what no answer needs")
-    if what == "grammar" and (count := len(_RULE.findall(source))) > MAX_RULES:
+    if what == "grammar" and (count := source.count("::=") if is_gbnf(source) else len(_RULE.findall(source))) > MAX_RULES:
         raise ValueError(f"grammar: got {count} rules; allowed: at most {MAX_RULES}; write several as one")
 
 
@@ -45,10 +45,11 @@ def _definitions(schema: Any) -> Iterator[int]:
 
 
 class Trial(NamedTuple):
-    """What reading a source took: memory, and CPU seconds of the slowest of its masks."""
+    """What reading a source took: memory, and CPU seconds of the slowest of its masks; and the source as `as_grammar` has it."""
 
     nbytes: int
     mask_seconds: float
+    grammar: str
 
 
 class GuideTrials:
