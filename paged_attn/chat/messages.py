@@ -17,7 +17,7 @@ MAX_CALLS = 128  # in one message
 MAX_ARGUMENT_VALUES = 1 << 16  # of all calls together, checked before any of them is built
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _WRITES_ROLES = re.compile(r"""(?:\[['"]role['"]\]|\.role\b)(?!\s*(?:==|!=|in\b|not\b|is\b))""")
-FIELDS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
+FIELDS = ("role", "content", "name", "reasoning_content", "reasoning", "tool_calls", "tool_call_id")
 EMPTY: tuple[Any, ...] = (None, [], {}, ())  # a client that sends an answer back sends its empty fields, too
 
 
@@ -25,8 +25,9 @@ def plain_messages(messages: Sequence[Any], template: str = "") -> list[dict[str
     """Messages for a template: contents are text, arguments of calls are mappings.
 
     Args:
-        messages: mappings of role, content (a text, or parts of type "text"), name, reasoning_content, tool_calls and tool_call_id, as
-            OpenAI's API and transformers have them, or objects that become such mappings (`ChatMessage`, the messages of OpenAI's client).
+        messages: mappings of role, content (a text, or parts of type "text"), name, reasoning_content (or reasoning, as vLLM's newer
+            servers call it), tool_calls and tool_call_id, as OpenAI's API and transformers have them, or objects that become such mappings
+            (`ChatMessage`, the messages of OpenAI's client).
         template: the text of the one that they are for. It may know roles of its own, and "developer", OpenAI's newer name of "system".
             Most drop the messages of a role that they do not know.
 
@@ -81,13 +82,14 @@ def _plain(message: Mapping[str, Any], where: str, budget: list[int]) -> dict[st
     for name in ("name", "tool_call_id"):
         if (value := message.get(name)) is not None:
             plain[name] = _name(value, f"{where}.{name}")
-    for name in ("reasoning_content", "tool_calls"):
+    for name in ("reasoning_content", "reasoning", "tool_calls"):
         if message.get(name) not in EMPTY and role != "assistant":
             raise ChatError(f"{where}.{name}: got one of role {shown(role)}; allowed: of role 'assistant' only", f"{where}.{name}")
-    if (reasoning := message.get("reasoning_content")) is not None:
-        if not isinstance(reasoning, str):
-            raise ChatError(f"{where}.reasoning_content: got {shown(reasoning)}; allowed: a text", f"{where}.reasoning_content")
-        plain["reasoning_content"] = reasoning
+    for name in ("reasoning", "reasoning_content"):
+        if (reasoning := message.get(name)) is not None:
+            if not isinstance(reasoning, str):
+                raise ChatError(f"{where}.{name}: got {shown(reasoning)}; allowed: a text", f"{where}.{name}")
+            plain["reasoning_content"] = reasoning
     calls = message.get("tool_calls")
     if calls not in EMPTY:
         plain["tool_calls"] = _calls(calls, f"{where}.tool_calls", budget)

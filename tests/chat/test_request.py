@@ -86,6 +86,8 @@ def with_arguments(arguments: Any) -> list[Any]:
         ([*HELLO, {"role": "asistant", "content": "a"}], "messages.1.role", "got 'asistant'; allowed: system, developer, user, assistant"),
         ([{"role": "tool", "content": "a", "tool_call_id": 5}], "messages.0.tool_call_id", "got 5"),
         ([{"role": "user", "content": "a", "reasoning_content": "b"}], "messages.0.reasoning_content", "of role 'assistant' only"),
+        ([{"role": "user", "content": "a", "reasoning": "b"}], "messages.0.reasoning", "of role 'assistant' only"),
+        ([{"role": "assistant", "content": "a", "reasoning": 5}], "messages.0.reasoning", "got 5; allowed: a text"),
         ([{"role": "assistant", "tool_calls": [5]}], "messages.0.tool_calls.0", "got 5"),
         ([{"role": "assistant", "tool_calls": "x"}], "messages.0.tool_calls", "a list of calls"),
         ([{"role": "assistant", "tool_calls": [{"function": {}}] * 129}], "messages.0.tool_calls", "129 calls"),
@@ -356,6 +358,12 @@ def test_with_a_response_template_too_many_calls_and_names_that_utf8_cannot_carr
     assert [call.name for call in message.tool_calls] == ["now"] and '{"name": "now"' in (message.content or "")
     broken = request.prompt(own).form.read(text.replace("now", "\\ud83d"))
     assert not broken.tool_calls and (broken.content or "").encode()
+
+
+def test_reasoning_may_have_its_newer_name() -> None:
+    for names in (("reasoning",), ("reasoning_content",), ("reasoning", "reasoning_content")):
+        (message,) = plain_messages([{"role": "assistant", "content": "a", **dict.fromkeys(names, "hm")}])
+        assert message == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
 
 
 def test_the_effort_of_reasoning_is_a_variable_of_templates_that_read_it() -> None:
