@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -180,7 +181,7 @@ def test_an_answer_may_follow_a_schema(running: Running) -> None:
         ({"stream_options": {"include_usage": True}, "stream": True}, "stream_options is not supported by this route"),
         ({"stops": "a"}, "unknown field 'stops'; did you mean 'stop'?"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens: got 0"),
-        ({"output_config": {"effort": "low"}}, "the model's chat template does not read it"),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "nothing is left out of a conversation"),
     ],
     ids=[f"{i}" for i in range(22)],
 )  # fmt: skip
@@ -190,6 +191,29 @@ def test_errors_have_anthropics_form(tooled: Running, bad: dict[str, Any], words
         error = reply.json()
         assert reply.status_code == 400 and set(error) == {"type", "error"} and error["type"] == "error"
         assert error["error"]["type"] == "invalid_request_error" and words in error["error"]["message"]
+
+
+@BOTH
+def test_what_claude_code_sends_with_every_request_is_taken(tooled: Running, stream: bool) -> None:
+    plain = ask(tooled, stream=stream, max_tokens=4, tools=TOOLS)
+    keeps_all = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    own = {
+        "context_management": keeps_all,
+        "output_config": {"effort": "high"},
+        "thinking": {"type": "adaptive"},
+        "metadata": {"user_id": "a"},
+    }
+    answer = ask(tooled, stream=stream, max_tokens=4, tools=TOOLS, **own)
+    assert answer["content"] == plain["content"]
+
+
+def test_models_have_anthropics_fields_beside_openais(running: Running) -> None:
+    listed = running.http.get("/v1/models").json()
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, MODEL, MODEL)
+    (model,) = listed["data"]
+    assert model == running.http.get(f"/v1/models/{MODEL}").json()
+    assert (model["type"], model["object"], model["display_name"]) == ("model", "model", MODEL)
+    assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
 
 
 def test_other_errors(running: Running) -> None:

@@ -92,6 +92,57 @@ def test_calls_are_items_and_so_are_their_results(tooled: Running, stream: bool)
     assert (again.output_text, again.usage.input_tokens) == (same.choices[0].message.content, same.usage.prompt_tokens)
 
 
+def body_of_codex(**settings: Any) -> dict[str, Any]:
+    """All the fields that Codex sends, beside the answer that shall come."""
+    says = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]}
+    asks = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Rome?"}]}
+    body = {
+        "model": MODEL, "instructions": "You are an agent.", "input": [says, asks], "tool_choice": "auto", "parallel_tool_calls": False,
+        "tools": [{"type": "web_search", "external_web_access": False}, {"type": "image_generation", "output_format": "png"}, *TOOLS],
+        "reasoning": {"effort": "medium", "summary": "detailed"}, "store": False, "stream": True, "prompt_cache_key": "a",
+        "include": ["reasoning.encrypted_content"], "client_metadata": {"installation": "b"},
+    }  # fmt: skip
+    return body | settings
+
+
+def last_response(running: Running, body: dict[str, Any]) -> dict[str, Any]:
+    lines = running.http.post("/v1/responses", json=body).raise_for_status().text.splitlines()
+    response: dict[str, Any] = json.loads([line for line in lines if line.startswith("data: ")][-1][6:])["response"]
+    return response
+
+
+def test_what_codex_sends_is_taken_and_the_answer_says_which_tools_the_model_was_shown(tooled: Running) -> None:
+    answer = last_response(tooled, body_of_codex(regex=re.escape(NOW)))
+    assert [item["name"] for item in answer["output"]] == ["now"] and [tool["name"] for tool in answer["tools"]] == ["weather", "now"]
+    plain = last_response(tooled, body_of_codex(tools=TOOLS, regex=re.escape(NOW)))
+    assert plain["usage"]["input_tokens"] == answer["usage"]["input_tokens"]
+
+
+def test_functions_of_a_namespace_are_called_by_a_longer_name_and_come_back_by_their_own(tooled: Running) -> None:
+    tools = [{"type": "namespace", "name": "mcp", "description": "a server", "tools": TOOLS}, TOOLS[1]]
+    said = ROME.replace("weather", "mcp__weather") + NOW
+    answer = last_response(tooled, body_of_codex(tools=tools, regex=re.escape(said), parallel_tool_calls=True))
+    calls = [(item["name"], item.get("namespace")) for item in answer["output"]]
+    assert calls == [("weather", "mcp"), ("now", None)] and answer["tools"][0] == tools[0]
+    results = [{"type": "function_call_output", "call_id": item["call_id"], "output": "sun"} for item in answer["output"]]
+    again = last_response(tooled, body_of_codex(input=[*answer["output"], *results], instructions=None, tools=tools, max_output_tokens=1))
+    calls_again = "a><tool_call>mcp__weatherRome<tool_call>now;" + "".join(f"tool{result['call_id']}>sun;" for result in results)
+    prompt = "mcp__weather mcp__now now " + calls_again + "a>"
+    assert again["usage"]["input_tokens"] == len(tokenizer()(prompt.replace("a><", "assistant><", 1)).input_ids)
+
+
+def test_an_effort_is_a_variable_of_templates_that_read_it_and_changes_nothing_elsewhere(tooled: Running) -> None:
+    plain = ask(tooled, max_output_tokens=4)
+    asked = ask(tooled, max_output_tokens=4, reasoning={"effort": "max", "summary": "concise"})
+    assert (asked.output_text, asked.usage.input_tokens) == (plain.output_text, plain.usage.input_tokens)
+    own = chat_tokenizer()
+    own.chat_template = "{{ reasoning_effort }}"
+    with serving(lambda: make_engine(tokenizer=own)) as running:
+        assert ask(running, max_output_tokens=1, reasoning={"effort": "medium"}).usage.input_tokens == len("medium")
+        body = {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "output_config": {"effort": "max"}}
+        assert running.http.post("/v1/messages", json=body).json()["usage"]["input_tokens"] == len("max")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
 def test_a_call_can_be_asked_for(tooled: Running, choice: Any, stream: bool) -> None:
@@ -146,13 +197,17 @@ def test_system_messages_before_each_other_are_one_and_developers_are_system(run
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "stores no answers"),
         ({"input": "a", "background": True}, "background", "stores no answers"),
         ({"input": "a", "truncation": "auto"}, "truncation", "nothing is left out"),
-        ({"input": "a", "reasoning": {"effort": "high"}}, "reasoning_effort", "template does not read it"),
-        ({"input": "a", "reasoning": {"effort": "more"}}, "reasoning.effort", "'none', 'minimal', 'low', 'medium', 'high' or 'xhigh'"),
-        ({"input": "a", "reasoning": {"summary": "detailed"}}, "reasoning.summary", "'auto'"),
+        ({"input": "a", "reasoning": {"effort": "more"}}, "reasoning.effort", "'low', 'medium', 'high', 'xhigh' or 'max'"),
+        ({"input": "a", "reasoning": {"summary": "none"}}, "reasoning.summary", "'auto', 'concise' or 'detailed'"),
         ({"input": "a", "max_tokens": 3}, "max_tokens", "give max_output_tokens"),
         ({"input": "a", "n": 2}, "n", "leave it out"),
         ({"input": "a", "max_output_tokens": -1}, "max_output_tokens", "max_output_tokens"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0.type", "web_search"),
+        ({"input": "a", "tools": [{"type": "file_search"}]}, "tools.0.type", "file_search"),
+        ({"input": "a", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "without tools"),
+        ({"input": "a", "tools": [{"type": "namespace", "tools": []}]}, "tools.0.name", "allowed: a text"),
+        ({"input": "a", "tools": [{"type": "namespace", "name": "x"}]}, "tools.0.tools", "allowed: a list of functions"),
+        ({"input": "a", "tools": [{"type": "namespace", "name": "x", "tools": [5]}]}, "tools.0.tools.0.type", "got 5"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "namespace": 1}]}, "input.0.namespace", "allowed: a text"),
         ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "schema belongs"),
         ({"input": "a", "include": ["message.output_text.logprobs"]}, "include", "reasoning comes"),
         ({"input": "a", "messages": []}, "messages", "unknown field"),

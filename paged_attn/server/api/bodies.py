@@ -39,7 +39,7 @@ _TEXT = {"type": "string", "minLength": 1}
 PROMPTS: list[Any] = [_TEXT, _IDS, {"type": "array", "items": _TEXT, "minItems": 1}, {"type": "array", "items": _IDS, "minItems": 1}]
 NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 # Fields of OpenAI's that change nothing here.
-IGNORED = frozenset({"user", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"})
+IGNORED = frozenset({"user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"})
 # Fields that would change the answer: only the values that ask for nothing.
 NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((None, 1), "use n with logprobs and compare"),
@@ -57,7 +57,6 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "reasoning_effort": (NOTHING, "only chats have it"),
     "verbosity": (NOTHING, "leave it out"),
     "web_search_options": (NOTHING, "leave it out"),
-    "store": (NOTHING, "leave it out"),
     # vLLM's, whose defaults clients write out.
     "use_beam_search": (NOTHING, OTHER_PARAM["use_beam_search"]),
     "length_penalty": ((None, 1), OTHER_PARAM["length_penalty"]),
@@ -113,7 +112,9 @@ class Body(Closed):
     skip_special_tokens: bool | None = Field(None, description="extension: default true")
     json_schema: Schema | None = Field(None, description="extension: the answer is JSON of this schema")
     regex: GuideText | None = Field(None, description="extension: the answer matches this regular expression")
-    grammar: GuideText | None = Field(None, description="extension: the answer follows this grammar, in llguidance's dialect of Lark")
+    grammar: GuideText | None = Field(
+        None, description="extension: the answer follows this grammar, in llguidance's dialect of Lark or GBNF"
+    )
     structured_outputs: StructuredOutputs | None = Field(None, description="extension: vLLM's name for the three above")
     stream: bool | None = None
     stream_options: StreamOptions | None = None

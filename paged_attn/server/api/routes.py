@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fastapi import APIRouter, Request
@@ -57,7 +58,9 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
     state = state_of(request)
-    return JSONResponse({"object": "list", "data": [_model(state, name) for name in model_names(state)]})
+    names = model_names(state)
+    pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # Anthropic's
+    return JSONResponse({"object": "list", "data": [_model(state, name) for name in names], **pages})
 
 
 @router.get("/v1/models/{name:path}")
@@ -195,7 +198,10 @@ def _ready(request: Request, body: Body) -> tuple[ServerState, Engine, Texts]:
 def _model(state: ServerState, name: str) -> dict[str, Any]:
     engine = state.llm.thread.engine
     limit = engine.input_processor.room if engine is not None else None
-    model = {"id": name, "object": "model", "created": state.created, "owned_by": "paged_attn", "max_model_len": limit}
+    model = {
+        "id": name, "object": "model", "created": state.created, "owned_by": "paged_attn", "max_model_len": limit,
+        "type": "model", "display_name": name, "created_at": datetime.fromtimestamp(state.created, UTC).isoformat(),  # Anthropic's
+    }  # fmt: skip
     return model if name in state.settings.names else {**model, "parent": state.settings.first_name}
 
 

@@ -53,7 +53,7 @@ class StructuredOutputs(Closed):
     json_: Schema | Annotated[str, at_most(MAX_SCHEMA_TEXT, "")] | None = Field(None, alias="json", description="a schema, or its text")
     regex: GuideText | None = None
     choice: Choices | None = Field(None, description="the answer is one of these texts")
-    grammar: GuideText | None = Field(None, description="in llguidance's dialect of Lark")
+    grammar: GuideText | None = Field(None, description="in llguidance's dialect of Lark, or GBNF")
     json_object: bool | None = Field(None, description="the answer is a JSON object")
     disable_any_whitespace: Literal[False] | None = None
     disable_additional_properties: Literal[False] | None = None

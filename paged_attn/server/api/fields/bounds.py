@@ -97,7 +97,7 @@ def _text(most: int) -> tuple[BeforeValidator, Any]:
 
 
 Name = Annotated[str, *_text(MAX_NAME)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # OpenAI's; a template may know fewer
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # OpenAI's and Anthropic's; a template may know fewer
 Salt = Annotated[str, *_text(MAX_SALT)]
 GuideText = Annotated[str, *_text(MAX_SCHEMA_TEXT)]
 _OneStop = Annotated[str, Field(json_schema_extra={"maxLength": MAX_STOP})]

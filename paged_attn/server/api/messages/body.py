@@ -16,11 +16,13 @@ from paged_attn.shown import shown
 
 LEFT_OUT = ("cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "type")  # fields of a tool that change no answer
 IGNORED_HERE = IGNORED | {"cache_control"}  # prefixes are cached, whatever it says
+# Edits of a conversation that leave all of it; Claude Code sends the last ones with every request.
+KEEPS_ALL = ({"edits": []}, *({"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in ({"type": "all"}, "all")))
 # Fields of a body that would change an answer and are not supported here.
 OWN_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "container": (NOTHING, "this server runs no code; leave it out"),
     "mcp_servers": (NOTHING, "this server calls no others; give tools, which the client runs"),
-    "context_management": (NOTHING, "nothing is left out of a conversation; send less of it"),
+    "context_management": ((*NOTHING, *KEEPS_ALL), "nothing is left out of a conversation; send less of it"),
     "speed": ((None, "standard"), "there is one speed; leave it out"),
 }
 # Fields of the other routes.
@@ -36,7 +38,7 @@ class OutputFormat(Closed):
 
 class OutputSettings(Closed):
     format: OutputFormat | None = Field(None, description="the answer is JSON of this schema")
-    effort: Effort | None = Field(None, description="for models whose chat template reads reasoning_effort")
+    effort: Effort | None = Field(None, description="the variable reasoning_effort of the chat template; most do not read it")
 
 
 class Thinking(Closed):
@@ -81,12 +83,14 @@ class Conversation(Closed):
         if goes_on and "tool_calls" in messages[-1]:
             where = f"messages.{len(self.messages) - 1}"
             raise ApiError(400, f"{where}: the last message calls a tool; send its result after it, as a block tool_result", param=where)
-        switch = {} if self.thinking is None else dict.fromkeys(("enable_thinking", "thinking"), self.thinking.type != "disabled")
+        given = {} if self.thinking is None else dict.fromkeys(("enable_thinking", "thinking"), self.thinking.type != "disabled")
+        effort = None if self.output_config is None else self.output_config.effort
+        variables = given if effort is None else {**given, "reasoning_effort": effort}
         return ChatRequest(
             messages, [_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or ())] or None, _choice(choice),
             parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use, continue_final_message=goes_on,
-            chat_template_kwargs={**switch, **(self.chat_template_kwargs or {})}, tool_parser=tool_parser,
-            reasoning_parser=reasoning_parser, reasoning_effort=None if self.output_config is None else self.output_config.effort,
+            chat_template_kwargs={**variables, **(self.chat_template_kwargs or {})}, tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
         )  # fmt: skip
 
 

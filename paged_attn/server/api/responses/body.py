@@ -14,6 +14,7 @@ from paged_attn.chat.request import ChatRequest
 from paged_attn.chat.tools import CHOICES
 from paged_attn.server.api.bodies import IGNORED, NEUTRAL, NOTHING, Body
 from paged_attn.server.api.fields.bounds import MAX_MESSAGES, Choice, Closed, Effort, Name, Schema, Settings, Tools, too_many, within
+from paged_attn.server.api.responses.tools import chat_tools, whole_name
 from paged_attn.server.http.errors import ApiError
 from paged_attn.shown import shown
 
@@ -36,7 +37,7 @@ NOT_HERE: Mapping[str, tuple[Any, ...]] = {
 # What an item of each type may have beside its type, its id and its status.
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "message": ("role", "content"),
-    "function_call": ("call_id", "name", "arguments"),
+    "function_call": ("call_id", "name", "arguments", "namespace"),
     "function_call_output": ("call_id", "output"),
     "reasoning": ("summary", "content"),
 }
@@ -61,15 +62,15 @@ class TextSettings(Closed):
 
 
 class ReasoningSettings(Closed):
-    effort: Effort | None = Field(None, description="for models whose chat template reads it, as gpt-oss's does")
-    summary: Literal["auto"] | None = Field(None, description="reasoning comes as text, whatever it says")
+    effort: Effort | None = Field(None, description="a variable of the chat template; most do not read it")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="reasoning comes as text, whatever it says")
 
 
 class ResponsesBody(Body):
     """The body of POST /v1/responses."""
 
-    neutral = {name: each for name, each in {**NEUTRAL, **OWN_NEUTRAL}.items() if name != "store"}
-    ignored = IGNORED | set(NEUTRAL) | set(OWN_NEUTRAL)
+    neutral = {**NEUTRAL, **OWN_NEUTRAL}
+    ignored = IGNORED | {"client_metadata"} | set(NEUTRAL) | set(OWN_NEUTRAL)
     limit_name, prompt_name = "max_output_tokens", "input"
     text_at_end: ClassVar[bool] = False  # the tokens of reasoning are counted as they come
 
@@ -81,7 +82,7 @@ class ResponsesBody(Body):
     max_output_tokens: int | None = Field(None, description="default: what there is room for", json_schema_extra=within(0))
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
-    tools: Tools | None = Field(None, description="functions that the model may call")
+    tools: Tools | None = Field(None, description="functions that the model may call, and namespaces of functions")
     tool_choice: Choice = Field(
         None, json_schema_extra={"anyOf": [{"enum": [None, *CHOICES]}, {"type": "object"}]},
         description='"none", "auto" (default where there are tools), "required", {"type": "function", "name": ...}',
@@ -133,11 +134,11 @@ class ResponsesBody(Body):
     def chat_request(self, tool_parser: str, reasoning_parser: str) -> ChatRequest:
         """As of `ChatBody`; to be called beside the event loop, for it reads all items."""
         self._check_what_comes_back()
+        effort = {} if self.reasoning is None or self.reasoning.effort is None else {"reasoning_effort": self.reasoning.effort}
         return ChatRequest(
-            messages_of(self.input, self.instructions), [_tool(tool, i) for i, tool in enumerate(self.tools or ())] or None,
-            _choice(self.tool_choice), parallel_tool_calls=self.parallel_tool_calls is not False,
-            chat_template_kwargs=self.chat_template_kwargs or {}, tool_parser=tool_parser, reasoning_parser=reasoning_parser,
-            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            messages_of(self.input, self.instructions), chat_tools(self.tools) or None, _choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls is not False, chat_template_kwargs={**effort, **(self.chat_template_kwargs or {})},
+            tool_parser=tool_parser, reasoning_parser=reasoning_parser,
         )  # fmt: skip
 
     def _check_what_comes_back(self) -> None:
@@ -149,14 +150,6 @@ class ResponsesBody(Body):
             except ValueError as error:
                 allowed = "texts of whole characters, and finite numbers"
                 raise ApiError(400, f"{name}: holds what no JSON can: {error}; allowed: {allowed}", param=name) from error
-
-
-def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
-    """In the form that chats have."""
-    if tool.get("type") != "function":
-        where = f"tools.{index}.type"
-        raise ApiError(400, f"{where}: got {shown(tool.get('type'))}; allowed: 'function', which the client runs itself", param=where)
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type" and value is not None}}
 
 
 def _choice(choice: Any) -> Any:
@@ -212,7 +205,10 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
         if text:
             _assistant(messages, unless=("content", "tool_calls", "reasoning_content"))["reasoning_content"] = text
     elif kind == "function_call":
-        call = {"id": item.get("call_id"), "type": "function", "function": {name: item.get(name) for name in ("name", "arguments")}}
+        if not isinstance(namespace := item.get("namespace"), str | None):
+            raise ApiError(400, f"{where}.namespace: got {shown(namespace)}; allowed: a text", param=f"{where}.namespace")
+        function = {"name": whole_name(namespace, item.get("name")), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
         calls = _assistant(messages).setdefault("tool_calls", [])
         if len(calls) == MAX_CALLS:
             raise ApiError(400, f"{where}: more than {MAX_CALLS} calls follow each other; allowed: at most {MAX_CALLS}", param=where)

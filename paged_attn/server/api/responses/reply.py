@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from paged_attn.asynchronous.errors import ServingError
@@ -15,6 +15,7 @@ from paged_attn.asynchronous.texts import Texts
 from paged_attn.chat.answers.reader import read_event
 from paged_attn.chat.parts import Content, Part, Reasoning, ToolCall
 from paged_attn.server.api.responses.body import ReasoningSettings, ResponsesBody
+from paged_attn.server.api.responses.tools import names_in_namespaces, shown_tools
 from paged_attn.server.http.errors import ApiError, api_error
 
 Event = dict[str, Any]
@@ -27,8 +28,9 @@ class ResponsesReply:
         form = job.prompts[0].form
         assert form is not None
         self.job = job
-        self._form, self._items, self._num_tokens, self._num_reasoning = form, OutputItems(), 0, 0
-        tools = [{"parameters": None, "strict": None, **tool} for tool in body.tools or ()]
+        self._form, self._items, self._num_tokens, self._num_reasoning = form, OutputItems(names_in_namespaces(body.tools)), 0, 0
+        empty = {"parameters": None, "strict": None}
+        tools = [{**(empty if tool["type"] == "function" else {}), **tool} for tool in shown_tools(body.tools)]
         reasoning = body.reasoning or ReasoningSettings(effort=None, summary=None)
         self._head: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()), "status": "in_progress",
@@ -117,11 +119,15 @@ REASONING = _Kind("rs", "reasoning_text", {"type": "reasoning", "summary": []}, 
 class OutputItems:
     """Takes parts in order, of one answer.
 
+    Args:
+        names: the name and the namespace of functions that have one, by what the model calls them.
+
     Attributes:
         done: whole items.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[str, dict[str, str]]) -> None:
+        self._names = names
         self.done: list[dict[str, Any]] = []
         self._kind: _Kind | None = None  # kind of the open item
         self._id, self._texts = "", list[str]()
@@ -162,11 +168,12 @@ class OutputItems:
         yield {"type": "response.content_part.added", **self._place, "part": kind.content("")}
 
     def _call(self, call: ToolCall) -> Iterator[Event]:
-        item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call.id, "name": call.name}
+        named = self._names.get(call.name, {"name": call.name})
+        item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call.id, **named}
         where = {"item_id": item["id"], "output_index": len(self.done)}
         yield self._begin({**item, "arguments": "", "status": "in_progress"})
         yield {"type": "response.function_call_arguments.delta", **where, "delta": call.arguments}
-        yield {"type": "response.function_call_arguments.done", **where, "name": call.name, "arguments": call.arguments}
+        yield {"type": "response.function_call_arguments.done", **where, "name": named["name"], "arguments": call.arguments}
         yield self._end({**item, "arguments": call.arguments, "status": "completed"})
 
     def _begin(self, item: dict[str, Any]) -> Event:
