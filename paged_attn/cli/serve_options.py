@@ -43,6 +43,9 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
     add("--host", default=DEFAULTS["host"], help="address to listen on; 0.0.0.0 is every one of IPv4 (default: %(default)s)")
     add("--port", type=int, default=DEFAULTS["port"], help="0 takes a free one (default: %(default)s)")
+    add("--uds", metavar="PATH", help="a path to listen on instead of an address, as a Unix socket")
+    add("--ssl-certfile", metavar="FILE", help="a PEM file of a certificate (and those that sign it), for HTTPS")
+    add("--ssl-keyfile", metavar="FILE", help="a PEM file of its key, if the certificate's holds none")
     add(
         "--served-model-name", nargs="+", action="extend", metavar="NAME",
         help="what clients call the model; of several names answers have the first (default: the hub id, or the directory's name)",
@@ -88,7 +91,8 @@ def server_settings(args: argparse.Namespace, model_name: str) -> ServerSettings
     """Raises ValueError for a setting out of range."""
     keys = [*args.api_key, *filter(None, [os.environ.get(API_KEY_VARIABLE)])]
     same = [
-        "host", "port", "share_prefixes", "allow_priority", "lora_folder", "tool_parser", "reasoning_parser", "otlp_endpoint",
+        "host", "port", "uds", "ssl_certfile", "ssl_keyfile", "share_prefixes", "allow_priority", "lora_folder", "tool_parser",
+        "reasoning_parser", "otlp_endpoint",
         *(_dest(flag) for flag, *_ in LIMITS),
     ]  # fmt: skip
     names = model_name if args.served_model_name is None else tuple(args.served_model_name)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import resource
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import uvicorn
 
@@ -32,11 +35,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """A bound socket, so that a port in use is found out before the model loads.
+    """A bound socket, so that a port in use is found out before the model loads, and so is a certificate that cannot be read.
 
     Raises:
-        OSError: the address cannot be listened on; says which.
+        OSError: the address cannot be listened on, or TLS not be offered; says which.
     """
+    _check_certificate(settings)
+    if settings.uds is not None:
+        return _listen_on_path(settings.uds)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # With the protocol named: asyncio sets TCP_NODELAY only then, and without it each answer waits 40 ms for the client's delayed ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -51,6 +57,40 @@ def listen(settings: ServerSettings) -> socket.socket:
         listener.close()
         hint = "choose another --host or --port, or stop what listens there"
         raise OSError(f"cannot listen on {settings.host} port {settings.port}: {error}; {hint}") from error
+
+
+def _listen_on_path(path: str) -> socket.socket:
+    if Path(path).is_socket():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            if client.connect_ex(path) == errno.ECONNREFUSED:  # left by a server that was killed
+                Path(path).unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        listener.listen(BACKLOG)
+        return listener
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {path}: {error}; choose another --uds, or stop what listens there") from error
+
+
+def _check_certificate(settings: ServerSettings) -> None:
+    if settings.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+    except OSError as error:
+        files = " and ".join(filter(None, (settings.ssl_certfile, settings.ssl_keyfile)))
+        hint = "give --ssl-certfile a PEM file of the certificate, and --ssl-keyfile one of its key"
+        raise OSError(f"no certificate with its key can be read from {files}: {error}; {hint}") from error
+
+
+def url_of(listener: socket.socket, settings: ServerSettings) -> str:
+    """Where clients find the server."""
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
+    host, port = listener.getsockname()[:2]
+    return f"http{'s' * (settings.ssl_certfile is not None)}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def allow_files(settings: ServerSettings) -> None:
@@ -91,7 +131,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app, log_level=log_level, lifespan="on", timeout_graceful_shutdown=GRACE_SECONDS,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS, access_log=False, ws="none",
-                http=LimitedProtocol.of(settings),
+                http=LimitedProtocol.of(settings), ssl_certfile=settings.ssl_certfile, ssl_keyfile=settings.ssl_keyfile,
             )
         )  # fmt: skip
 
@@ -120,6 +160,8 @@ class Server(uvicorn.Server):
             self.state.bodies.end()
             await super().shutdown(sockets)
         finally:
+            if self.settings.uds is not None:
+                Path(self.settings.uds).unlink(missing_ok=True)
             if self.force_exit:  # then uvicorn does not tell the app, and prints the traceback of its being cancelled
                 self.state.stop_seconds = FORCED_SECONDS
                 await self.lifespan.shutdown()

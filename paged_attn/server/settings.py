@@ -24,7 +24,8 @@ class ServerSettings:
 
     Attributes:
         model_name: the name of the model, or several; requests may give any of them, or that of an adapter. Answers have the first.
-        host, port: where to listen; port 0 takes a free one.
+        host, port: where to listen; port 0 takes a free one. uds: a path to listen on instead, as a Unix socket.
+        ssl_certfile, ssl_keyfile: PEM files, for HTTPS.
         api_keys: any of them opens /v1; none: /v1 is open. /health and /metrics always are. Each is a tenant of its own; on an open
             server each address is.
         share_prefixes: cached prefixes are shared between API keys.
@@ -53,6 +54,9 @@ class ServerSettings:
     model_name: str | tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     api_keys: tuple[str, ...] = ()
     share_prefixes: bool = False
     max_queue: int = 1024
@@ -93,6 +97,8 @@ class ServerSettings:
             raise ValueError(f"lora_folder is {self.lora_folder!r}, which is not a folder; give the one that adapters may be loaded from")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; allowed are 0 (any free port) to 65535")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("ssl_keyfile is given without ssl_certfile; give both, or a certificate's file that holds the key, too")
         for name, known in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(known)}")

@@ -113,7 +113,8 @@ def test_every_server_setting_has_its_flag_and_its_default() -> None:
     limits = {flag.removeprefix("--").replace("-", "_") for flag, *_ in LIMITS}
     names = {field.name for field in dataclasses.fields(ServerSettings)}
     others = {"model_name", "host", "port", "api_keys", "share_prefixes", "allow_priority", "allow_origins", "allow_hosts",
-              "log_requests", "lora_folder", "otlp_endpoint", "tool_parser", "reasoning_parser"}  # fmt: skip
+              "log_requests", "lora_folder", "otlp_endpoint", "tool_parser", "reasoning_parser",
+              "uds", "ssl_certfile", "ssl_keyfile"}  # fmt: skip
     assert limits | others == names and not limits & others
     flags = ["--share-prefixes", "--allow-origin", "https://a", "--allow-origin", "https://b", "--allow-host", "*.c", "--no-log-requests"]
     flags += ["--queue-seconds", "3", "--max-connections", "5", "--otlp-endpoint", "http://x/v1/traces", "--api-key", "k"]

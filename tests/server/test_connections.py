@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
+import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from paged_attn.server.run import FILES_BESIDE, allow_files
+from paged_attn.server.run import FILES_BESIDE, Server, allow_files, listen, url_of
 from paged_attn.server.settings import ServerSettings
-from tests.server.serving import Running, serving, wait_for
+from tests.engine.models import make_engine
+from tests.server.serving import MODEL, PATIENCE, Running, chat_tokenizer, serving, wait_for
 
 BODY: dict[str, Any] = {"prompt": [4, 5, 6], "max_tokens": 4}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -164,6 +169,45 @@ def test_the_limit_of_open_files_is_raised_or_told(monkeypatch: pytest.MonkeyPat
     assert asked == [(2048 + FILES_BESIDE, 4096)]
     with pytest.raises(ValueError, match="max_connections is 4096, which needs 4352 open files, and this process may have 4096; lower it"):
         allow_files(ServerSettings("m", max_connections=4096))
+
+
+def test_a_unix_socket_takes_the_place_of_an_address(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    settings = ServerSettings(MODEL, uds=path)
+    listen(settings).close()
+    with pytest.raises(OSError, match=r"cannot listen on /nowhere/at/all: .*choose another --uds"):
+        listen(ServerSettings(MODEL, uds="/nowhere/at/all"))
+    server, listener = Server(lambda: make_engine(tokenizer=chat_tokenizer()), settings), listen(settings)  # the first one left its file
+    with pytest.raises(OSError, match="in use"):
+        listen(settings)
+    assert url_of(listener, settings) == f"unix:{path}"
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://localhost", timeout=PATIENCE) as http:
+            wait_for(lambda: http.get("/health").status_code == 200)
+            assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).json()["usage"]["completion_tokens"] == 2
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE)
+    assert not thread.is_alive() and not Path(path).exists()
+
+
+def test_https(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    own = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-out", str(cert), "-keyout", str(key)]
+    subprocess.run([*made, *own], check=True, capture_output=True)
+    with pytest.raises(OSError, match=r"no certificate with its key can be read from .*cert\.pem: "):
+        listen(ServerSettings(MODEL, port=0, ssl_certfile=str(cert)))
+    with pytest.raises(ValueError, match="ssl_keyfile is given without ssl_certfile"):
+        ServerSettings(MODEL, ssl_keyfile=str(key))
+    with serving(ssl_certfile=str(cert), ssl_keyfile=str(key), wait=False) as running:
+        url = running.url.replace("http:", "https:")
+        with httpx.Client(base_url=url, verify=ssl.create_default_context(cafile=str(cert)), timeout=PATIENCE) as http:
+            wait_for(lambda: http.get("/health").status_code == 200)
+            body = {"prompt": "a", "max_tokens": 2, "stream": True}
+            assert http.post("/v1/completions", json=body).text.endswith("data: [DONE]\n\n")
 
 
 def test_web_pages_of_allowed_origins_only() -> None:

@@ -68,12 +68,11 @@ def run(args: argparse.Namespace) -> int:
     if taken := [name for name in settings.names if name in dict(args.lora)]:
         raise ValueError(f"--lora {taken[0]}=...: that is the name of the model itself; choose another")
     set_verbosity(args.verbose)
-    from paged_attn.server.run import Server, allow_files, listen
+    from paged_attn.server.run import Server, allow_files, listen, url_of
 
     allow_files(settings)
     socket = listen(settings)
-    host, port = socket.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    url = url_of(socket, settings)
     started = time.perf_counter()
 
     def ready(engine: Engine) -> None:
