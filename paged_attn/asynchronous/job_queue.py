@@ -50,7 +50,9 @@ class JobQueue:
         if beyond > 0:
             waiting_of = Counter(engine.waiting_of) + self._unseen
             if waiting_of[job.tenant] + count > fair_share(self.max_queue, waiting_of, job.tenant):
-                state = f"{engine.running} requests run and {waiting} wait; at most {self.max_queue} may wait"
+                state = (
+                    f"{engine.running} requests run and {waiting} wait; at most {self.max_queue} may wait beyond {max_requests} that run"
+                )
                 raise QueueFullError(f"the queue is full: {state}; try again later")
             self._beyond += min(count, beyond)
         self._jobs.append(job)

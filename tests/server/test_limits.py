@@ -75,7 +75,10 @@ def test_beyond_the_queue_requests_get_429_and_none_is_lost() -> None:
                 wait_for(lambda n=number: running.num_prompts == n + 1 and running.engine.has_work)  # type: ignore[misc]
             reply = running.http.post("/v1/completions", json=BODY)
             assert reply.status_code == 429 and reply.headers["Retry-After"] == "1"
-            assert reply.json()["error"]["type"] == "rate_limit_error" and "at most 3 may wait" in reply.json()["error"]["message"]
+            assert (
+                reply.json()["error"]["type"] == "rate_limit_error"
+                and "at most 3 may wait beyond 2 that run" in reply.json()["error"]["message"]
+            )
             with pytest.raises(openai.RateLimitError):
                 running.client.completions.create(model=MODEL, prompt="a", stream=True)
             permits.release(1)
