@@ -137,10 +137,15 @@ def test_not_finite_logits_end_their_request_and_no_other(max_batch_tokens: int)
     assert_idle(engine)
 
 
-def test_what_a_logits_processor_raises_ends_its_request_and_no_other() -> None:
+class OfACaller(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", [KeyError, ConnectionError, StopIteration, OfACaller])
+def test_what_a_logits_processor_raises_ends_its_request_and_no_other(kind: type[Exception]) -> None:
     def raising(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if ids.shape[1] > 8:
-            raise KeyError("nothing is known of so many")
+            raise kind("nothing is known of so many")
         return scores
 
     engine = make_engine()
@@ -150,8 +155,9 @@ def test_what_a_logits_processor_raises_ends_its_request_and_no_other() -> None:
     run_all(engine)
     assert [good.output_token_ids, also_good.output_token_ids] == [oracle(PROMPTS[0]), oracle(PROMPTS[2])]
     assert bad.finish_reason == "error" and bad.output_token_ids == oracle(PROMPTS[0])[:3]
-    assert re.search(r"'bad one' ended after 3 new tokens, others go on: the logits processor .*raising.* raised KeyError", str(bad.error))
-    assert isinstance(bad.error.__cause__.__cause__, KeyError)
+    said = rf"'bad one' ended after 3 new tokens, others go on: the logits processor .*raising.* raised {kind.__name__}"
+    assert re.search(said, str(bad.error))
+    assert isinstance(bad.error.__cause__.__cause__, kind)
     assert_idle(engine)
 
 

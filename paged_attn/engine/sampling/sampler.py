@@ -10,7 +10,6 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.host_copy import copy_to_device
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
-from paged_attn.attn_ops.model_code import model_code
 from paged_attn.backends.devices import has_triton
 from paged_attn.engine.sampling.allowed import allow_only
 from paged_attn.engine.sampling.forbidden import forbid
@@ -186,12 +185,12 @@ def process(state: SamplingState, scores: Tensor) -> None:
 
 def _processed(processor: LogitsProcessor, state: SamplingState, scores: Tensor) -> Tensor:
     """Raises ValueError if the processor raises or does not return scores of the same shape."""
-
-    def raised(why: str) -> ValueError:
-        return ValueError(f"the logits processor {processor!r} raised {why}")
-
-    with model_code(raised):
+    try:
         result = processor(torch.tensor([state.tokens], dtype=torch.int64, device=scores.device), scores.clone())
+    except torch.OutOfMemoryError:  # the device's, and no fault of the processor
+        raise
+    except Exception as error:  # a caller's code may raise anything, and others share the step
+        raise ValueError(f"the logits processor {processor!r} raised {type(error).__name__}: {error}") from error
     if not isinstance(result, Tensor) or result.shape != scores.shape:
         got = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else repr(type(result).__name__)
         raise ValueError(
