@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
+from paged_attn.attn_ops.model_code import model_code
+from paged_attn.shown import shown
 
 
 class ForbiddenNext(NamedTuple):
@@ -82,7 +84,7 @@ def bad_words(words: Iterable[str | Sequence[int]], tokenizer: Any) -> BadWords:
     """Texts as the tokenizer writes them, with and without a space in front; ids as they are.
 
     Raises:
-        ValueError: a text, and there is no tokenizer.
+        ValueError: a text, and there is no tokenizer, or it does not read it.
     """
     sequences: list[Sequence[int]] = []
     for word in words:
@@ -91,9 +93,18 @@ def bad_words(words: Iterable[str | Sequence[int]], tokenizer: Any) -> BadWords:
             continue
         if tokenizer is None:
             raise ValueError("bad_words: got a text, and there is no tokenizer; give LLM(model, tokenizer=...), or lists of token ids")
-        for text in (word.lstrip(), " " + word.lstrip()):
-            sequences.append(tokenizer(text, add_special_tokens=False).input_ids)
+        sequences += _read(word, tokenizer)
     return BadWords(filter(None, sequences))
+
+
+def _read(word: str, tokenizer: Any) -> list[Sequence[int]]:
+    """With and without a space in front."""
+
+    def unread(why: str) -> ValueError:
+        return ValueError(f"bad_words: got {shown(word)}, which the tokenizer does not read: it raised {why}; give lists of token ids")
+
+    with model_code(unread):
+        return [tokenizer(text, add_special_tokens=False).input_ids for text in (word.lstrip(), " " + word.lstrip())]
 
 
 def forbid(scores: Tensor, rows: Mapping[int, ForbiddenNext], last: Tensor | None, last_rows: Mapping[int, int]) -> None:

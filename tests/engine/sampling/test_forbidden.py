@@ -72,6 +72,16 @@ def test_a_text_is_meant_with_and_without_a_space() -> None:
     assert words.next([2, ord("a")]) == [ord("b")] and words.next([3, ord(" "), ord("a")]) == [ord("b")] and words.next([7]) == [8]
 
 
+def test_a_tokenizer_that_reads_no_text_is_the_fault_of_the_request() -> None:
+    """In the engine's thread anything but a ValueError would end all requests."""
+
+    def tokenizer(text: str, add_special_tokens: bool) -> object:
+        return {"no": "vocabulary"}[text]
+
+    with pytest.raises(ValueError, match="bad_words: got 'ab', which the tokenizer does not read: it raised KeyError: 'ab'; give lists"):
+        bad_words(["ab"], tokenizer)
+
+
 def test_it_holds_no_longer_than_it_must() -> None:
     state = SamplingState(SamplingParams(), [], None, Forbidden([1], 2, None))
     assert state.edits_logits and not state.is_greedy_only and not state.is_argmax_only
