@@ -320,7 +320,7 @@ class EngineThread:
         with self._condition:
             self.snapshot = snapshot
             self._queue.were_seen(taken)
-            if stepped:
+            if stepped or not snapshot.waiting:  # who waited may have left, and then no step follows
                 self._queue.blocked = snapshot.waiting > 0
 
     def _end(self, status: Status, error: BaseException | None) -> None:

@@ -18,7 +18,7 @@ class JobQueue:
         max_queue: prompts that may wait beyond those that can run. When so many do, tenants share the queue equally.
 
     Attributes:
-        blocked: the engine's last step left some requests waiting, so a new one has to wait too.
+        blocked: the engine's last step left some requests waiting, and they still are, so a new one has to wait too.
     """
 
     def __init__(self, max_queue: int) -> None:

@@ -12,7 +12,7 @@ from paged_attn import SamplingParams
 from paged_attn.asynchronous.engine_thread import EngineThread
 from paged_attn.asynchronous.errors import EngineDiedError, NotServingError, QueueFullError
 from paged_attn.asynchronous.job import Job, Prompt
-from tests.asynchronous.test_async_llm import make
+from tests.asynchronous.test_async_llm import make, until
 from tests.engine.models import make_llm
 
 SHORT = SamplingParams(max_new_tokens=4)
@@ -97,4 +97,33 @@ def test_who_left_in_the_same_turn_leaves_room_for_who_came() -> None:
         asyncio.run(asyncio.wait_for(work(), 30))
     finally:
         gate.set()
+        assert thread.stop(20)
+
+
+def test_who_waited_and_left_keeps_nobody_out_of_an_idle_engine() -> None:
+    engine = make_llm(max_requests=1, num_pages=128).engine
+    thread = EngineThread(lambda: engine, 1)
+    thread.start()
+    thread.wait_until_made()
+
+    async def work() -> None:
+        def submitted(prompts: int, new: int) -> Job:
+            job = Job([Prompt([5, 6, 7])] * prompts, [SamplingParams(max_new_tokens=new, ignore_eos=True)])
+            job.loop = asyncio.get_running_loop()
+            thread.submit(job)
+            return job
+
+        first = [submitted(1, 200) for _ in range(2)]
+        await until(lambda: thread._queue.blocked)
+        with thread._condition:  # both in one turn
+            for job in first:
+                thread.cancel(job)
+        await until(lambda: not (thread._cancels or thread.snapshot.running or thread.snapshot.waiting))
+        both = submitted(2, 3)
+        await both.accepted()
+        assert [request.num_sampled for request in await both.finished()] == [3, 3]
+
+    try:
+        asyncio.run(asyncio.wait_for(work(), 30))
+    finally:
         assert thread.stop(20)
