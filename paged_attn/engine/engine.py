@@ -234,7 +234,7 @@ class Engine:
             raise UnsupportedError(
                 f"this engine of {type(self.runner.model).__name__} generates and has no embeddings; LLM(model, task='embed') embeds"
             )
-        arrival = next(self._arrivals)
+        arrival = next(number for number in self._arrivals if request_id is not None or f"request-{number}" not in self.requests)
         request_id = request_id if request_id is not None else f"request-{arrival}"
         if request_id in self.requests:
             raise ValueError(f"request id {shown(request_id)} is in use by an unfinished request; choose another or cancel that one")

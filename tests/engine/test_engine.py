@@ -75,6 +75,15 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
     close(engine)
 
 
+def test_an_engine_gives_no_id_that_a_caller_has_chosen() -> None:
+    engine = make_engine()
+    ids = [
+        engine.add_request([1, 2], SamplingParams(max_new_tokens=1), request_id=chosen).id for chosen in ("request-1", "request-2", None)
+    ]
+    assert ids == ["request-1", "request-2", "request-3"]
+    run_all(engine)
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 9])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_cancel_at_any_time(victim: int, steps: int) -> None:
