@@ -55,6 +55,7 @@ class MaskProbe(SubgraphProbe):
         super().__init__(mask, user, form, values, where, stops=stops, products=stops)
         self.products = products
         self.table_ends: list[int] = []  # with LIMITS: the longest probes for which the tables suffice
+        self.stored_end = 0  # how long the stored tensors are that rows are taken off the end of
         # Heads only differ by what is added to them: one head of zeros broadcasts, and a probe of many tokens costs that much less.
         self.one_head = products is not None
         self.first_column = 0  # first key column of the softmax: 1 after a sink

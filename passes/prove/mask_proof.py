@@ -49,8 +49,12 @@ def prove(probe: MaskProbe, max_positions: int | None = None) -> MaskProof:
     try:
         limit = _table_limit(probe)  # a number that was scaled down may be the length of a table
     except ProbeFailed:
+        probe.scales = SCALES
+        if ends := probe.ends_of_stored():
+            probe.literals, probe.stored_end = [literal for literal in every if literal not in ends], min(ends)
+            return _prove(probe, max_positions)
         # Or belong to the bias, as the number of heads does where slopes are computed: small enough, the unscaled probe shows it.
-        probe.scales, probe.literals = SCALES, [literal for literal in every if literal > DIRECT_LENGTH // 2]
+        probe.literals = [literal for literal in every if literal > DIRECT_LENGTH // 2]
         if len(probe.literals) == len(every) or probe.run((DIRECT_LENGTH,), None, seed=0).bias is None:
             raise
         return _prove(probe, max_positions)
@@ -101,7 +105,7 @@ def _prove(probe: MaskProbe, max_positions: int | None) -> MaskProof:
     count = len(MATCH_LENGTHS) + len(CHECK_LENGTHS) + len(PACKINGS) + 1  # plus the unscaled one
     adds = f" + {bias.describe()}" if bias else ""
     evidence = f"mask evaluated on {count} probes = {family.describe()}{adds}; {len(probe.nodes)} nodes"
-    return MaskProof(family, evidence, bias, min(filter(None, (tabulated, probe.table_length)), default=None))
+    return MaskProof(family, evidence, bias, min(filter(None, (tabulated, probe.table_length, probe.stored_end)), default=None))
 
 
 def _match_lengths(probe: MaskProbe) -> tuple[int, ...]:
@@ -133,7 +137,7 @@ def _direct_length(probe: MaskProbe, family: MaskFamily, max_positions: int | No
     if probe.stored_length > DIRECT_LENGTH:  # numbers in a tensor may begin to matter anywhere in it
         most = MOST_BIAS_ELEMENTS if heads == 1 else MOST_DIRECT_ELEMENTS
         length = max(length, min(probe.stored_length, math.isqrt(most // heads)))
-    ends = [end for end in (probe.table_length, max_positions) if end]
+    ends = [end for end in (probe.table_length, probe.stored_end, max_positions) if end]
     return min([max(length, DIRECT_LENGTH), *ends])
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.passes.fx.call_form import CallForm, CallNotPaged, Values
+from paged_attn.passes.fx.graph_tools import op_name, value_of
 from paged_attn.passes.fx.mask_literals import LARGEST_SHOWN, hidden_numbers, is_size, scaled_number, scaled_numbers
 from paged_attn.passes.fx.slicing import MAX_NODES, evaluate
 from paged_attn.passes.prove.score_subgraph import (
@@ -65,6 +66,13 @@ class SubgraphProbe:
     def hidden(self, shown: int = LARGEST_SHOWN) -> list[str]:
         """Its numbers that no probe can show, as of `hidden_numbers`."""
         return hidden_numbers(self._about_positions, self.owned, shown)
+
+    def ends_of_stored(self) -> set[int]:
+        """Its numbers that are only added to the number of tokens and are the length of a stored tensor: `bias[:, :, :, 2048 - T :]`."""
+        added = {node for node in self._about_positions if isinstance(value_of(node), torch.SymInt) and op_name(node) in ("add", "sub")}
+        others = scaled_numbers([node for node in self._about_positions if node not in added])
+        lengths = {size for value in self.owned.values() for size in value.shape}
+        return (lengths & set(self.literals)) - set(others)
 
     def images(self, scale: Sequence[int]) -> dict[int, int]:
         """What each large literal becomes under a scale; literals within 2 of each other keep their difference."""

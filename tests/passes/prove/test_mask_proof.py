@@ -179,6 +179,19 @@ def attending_twice(change: Callable[[Tensor], object]) -> Toy:
     return Toy(attend)
 
 
+@pytest.mark.parametrize("tokens", [128, 2048])
+def test_a_bias_off_the_end_of_a_stored_table(tokens: int) -> None:
+    """MPT's own code stores ALiBi for all its positions, and a call reads as many off the end as it has tokens."""
+    stored = torch.arange(1 - tokens, 1).float() * torch.tensor([0.5, 0.25, 0.125, 0.0625]).view(1, 4, 1, 1)
+
+    def bias(ids: Tensor, pos: Tensor) -> Tensor:
+        taken = stored[:, :, :, max(0, stored.shape[-1] - ids.shape[1]) :]
+        return taken.masked_fill(tril(ids, pos).logical_not(), FINFO_MIN)
+
+    result = assert_ragged_equals_alone(masked(bias))
+    assert result.layers[0].spec.alibi_slopes is not None and result.max_positions == tokens
+
+
 def test_layers_that_share_a_mask_share_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     proofs = []
 
