@@ -129,6 +129,10 @@ class RowProbe:
         axis = token_axis(node, self.form)
         if axis is None or (given is None and value_of(node).dtype == torch.bool):
             return None
+        return self.affine_along(node, axis, given)
+
+    def affine_along(self, node: fx.Node, axis: int, given: Mapping[fx.Node, Any] | None = None) -> Affine | None:
+        """The same along any dimension, which may have more rows than tokens. Raises as `lengths`."""
         found = {_affine(self.at(node, length, given), axis) for length in self.lengths(node)}
         return found.pop() if len(found) == 1 else None
 

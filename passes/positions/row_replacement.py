@@ -110,11 +110,20 @@ class RowReplacement:
         writers = [w for w in self._sliced(node) if node in written_values(w)]
         inputs = [source for source in (*read_inputs(node), *writers) if source not in seen]
         varying = [source for source in inputs if self._varies(source)]
-        counted = self.probe.affine(node) if not varying and isinstance(value_of(node), Tensor) else None
+        axis = self._counted_axis(node) if not varying else None
+        counted = self.probe.affine_along(node, axis) if axis is not None else None
         if counted is not None:
             self.seeds[node] = counted
         for source in varying:
             self._find_seeds(source, seen)
+
+    def _counted_axis(self, node: fx.Node) -> int | None:
+        """The one dimension that depends on T: with more rows where a table is made longer than the call that it is made in."""
+        value = value_of(node)
+        if not isinstance(value, Tensor) or value.dtype == torch.bool:
+            return None
+        axes = [axis for axis, size in enumerate(value.shape) if depends_on(size, self.form.num_tokens)]
+        return axes[0] if len(axes) == 1 else None
 
     def _rebuild(self) -> fx.Node:
         graph = self.user.graph
@@ -131,7 +140,15 @@ class RowReplacement:
                     env[node] = self._seed_rows(node, self.seeds[node])
                 elif node.op not in ("placeholder", "get_attr") and (writers or any(source in env for source in read_inputs(node))):
                     env[node] = graph.node_copy(node, lambda other: env.get(other, other))
+                    self._of_tokens(env[node])
         return env[self.value]
+
+    def _of_tokens(self, node: fx.Node) -> None:
+        """As many rows as tokens in the example value, where a table was longer."""
+        axis, value = self._counted_axis(node), value_of(node)
+        if axis is not None and token_axis(node, self.form) is None:
+            tokens = value_of(self.positions.node).shape[0]
+            node.meta["example_value"] = value.new_empty([tokens if i == axis else size for i, size in enumerate(value.shape)])
 
     def _seed_rows(self, node: fx.Node, seed: Affine | TableRows) -> fx.Node:
         graph = self.user.graph
@@ -145,7 +162,7 @@ class RowReplacement:
             taken = graph.call_function(aten.index_select.default, (seed.table, seed.axis, rows))
             result = graph.call_function(operator.getitem, (taken, seed.rest)) if seed.rest is not None else taken
         else:
-            value, axis = value_of(node), token_axis(node, self.form)
+            value, axis = value_of(node), self._counted_axis(node)
             assert axis is not None
             result = graph.call_function(aten._to_copy.default, (rows,), {"dtype": value.dtype}) if value.dtype != torch.int64 else rows
             if value.dim() > 1:
@@ -153,6 +170,7 @@ class RowReplacement:
                 sizes = [-1 if i == axis else size for i, size in enumerate(value.shape)]
                 result = graph.call_function(aten.expand.default, (result, sizes)) if set(sizes) - {1, -1} else result
         result.meta = {**node.meta}
+        self._of_tokens(result)
         return result
 
     def _agrees(self, made: fx.Node, axis: int) -> bool:
