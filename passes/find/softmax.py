@@ -70,7 +70,8 @@ class _Walk:
         return UnknownAttention(
             module_path(self.softmax),
             f"{self.where}: attention that is written out as a softmax is not of a known form: {why}. "
-            "If the model offers it, load it with attn_implementation='sdpa'; otherwise run it without paged_attn, or report it.",
+            "If the model offers it, load it with attn_implementation='sdpa'. LLM(model) runs a module that returns one row per token as "
+            "it is, on all tokens; otherwise run the model without paged_attn, or report it.",
         )
 
     def scores(self) -> fx.Node:

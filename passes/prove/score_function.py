@@ -316,7 +316,8 @@ class ScoreRegion:
         return UnknownAttention(
             module_path(self.scores.softmax),
             f"{self.site.where}: attention that is written out as a softmax cannot be proved: {why}. "
-            "Run this model without paged_attn, or report it.",
+            "LLM(model) runs a module that returns one row per token as it is, on all tokens; otherwise run the model without paged_attn, "
+            "or report it.",
         )
 
 

@@ -237,9 +237,10 @@ class TracedRunner:
                 given = self.logits_alone(prompt, positions=True)
             except (TypeError, ValueError, RuntimeError):
                 return True  # **kwargs that lead to something that takes none
+            again = self.logits_alone(prompt)
         error, limit = logits_apart(without, given, self.dtype)
-        if error <= limit:
-            return False
+        if error <= limit or not logits_apart(without, again, self.dtype)[0] <= limit:
+            return False  # or it draws random numbers
         if hasattr(self.model, "generate") and "position_ids" in inspect.signature(self.model.forward).parameters:
             raise UnsupportedError(
                 f"{type(self.model).__name__} called without position_ids gives other logits than with position_ids 0, 1, 2, ..., and its "

@@ -200,3 +200,18 @@ def test_the_positions_op_splits_the_graph_as_attention_does() -> None:
     model = Decoder(PLACES["learned"][0]).eval()
     graph = LLM(model, num_pages=40).engine.runner.compiled
     assert graph.split is not None and len(graph.split.breaks) == 2
+
+
+class Random(Decoder):
+    """Starts from random numbers, as recurrent-depth models do."""
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, None]:  # type: ignore[override]
+        self.place = lambda m, x: x + torch.randn_like(x)
+        return super().forward(tokens)
+
+    def generate(self) -> None: ...
+
+
+def test_random_numbers_are_no_other_way_to_number_positions() -> None:
+    with pytest.raises(UnsupportedError, match="randn_like is made from the number of tokens and differs from row to row"):
+        LLM(Random(PLACES["none"][0]).eval(), num_pages=40)
