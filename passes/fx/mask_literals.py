@@ -23,7 +23,8 @@ _SCALED = {"add", "sub", "rsub", "subtract", "mul", "multiply", "floordiv", "flo
            "not_equal", "tril", "triu", "clamp", "clip", "clamp_min", "clamp_max", "maximum", "minimum", "sym_min", "sym_max", "where",
            "full", "full_like", "new_full", "tensor", "scalar_tensor", "fill", "masked_fill", "fill_diagonal", "iadd", "isub", "imul",
            "ifloordiv", "arange"}  # fmt: skip
-_FACTORS = {"mul", "multiply", "truediv", "true_divide", "div", "divide", "neg", "tensor", "scalar_tensor"}
+_TENSORS = {"tensor", "scalar_tensor", "Tensor"}
+_FACTORS = {"mul", "multiply", "truediv", "true_divide", "div", "divide", "neg", *_TENSORS}
 _SUMS = {"add", "iadd", "sub", "subtract", "rsub", "neg", "to", "float", "type_as", "unsqueeze", "squeeze", "view", "reshape", "expand",
          "stack", "cat", "transpose", "permute", "contiguous", "getitem", "softmax"}  # fmt: skip
 _SIZES = {"expand", "view", "reshape", "repeat", "broadcast_to", "unflatten", "ones", "zeros", "empty", "new_ones", "new_zeros",
@@ -68,17 +69,33 @@ def hidden_numbers(nodes: list[fx.Node], owned: dict[fx.Node, Tensor], shown: in
 
 
 def _is_added(factor: fx.Node, among: set[fx.Node]) -> bool:
-    """Whether a product reaches the scores through sums and copies alone: nothing compares, rounds or bounds it on the way."""
+    """Whether a product reaches the scores through sums and copies alone: nothing compares, rounds or bounds it on the way.
+
+    A tensor of factors (ALiBi's slopes, written out) is first multiplied with something, once.
+    """
     if op_name(factor) not in _FACTORS:
         return False
-    pending, seen = [factor], {factor}
+    pending = [(factor, op_name(factor) in _TENSORS)]
+    seen = set(pending)
     while pending:
-        for user in (pending.pop().users.keys() & among) - seen:
-            if op_name(user) not in _SUMS:
+        node, is_factor = pending.pop()
+        for user in node.users.keys() & among:
+            multiplies = is_factor and op_name(user) in ("mul", "multiply")
+            if op_name(user) not in _SUMS and not multiplies and not _bounds_hidden(user):
                 return False
-            seen.add(user)
-            pending.append(user)
+            reached = user, is_factor and not multiplies
+            if reached not in seen:
+                seen.add(reached)
+                pending.append(reached)
     return True
+
+
+def _bounds_hidden(node: fx.Node) -> bool:
+    """Whether it only raises -inf to what hides, too: `torch.max(scores, torch.tensor(finfo.min))`."""
+    if op_name(node) not in ("max", "maximum") or len(node.args) != 2 or node.kwargs:
+        return False
+    bound = node.args[1]
+    return isinstance(bound, fx.Node) and op_name(bound) in _TENSORS and type(bound.args[0]) is float and bound.args[0] <= -NO_LIMIT
 
 
 def is_size(node: fx.Node) -> bool:

@@ -219,3 +219,16 @@ def test_the_models_own_tensors_stay_as_they_are() -> None:
     traced = trace(masked(mask), lambda t: (table.fill_(True), rewrite(t.gm, t.args, None), table.all().item())[1:])
     result, untouched = traced.result
     assert result.specs[0].causal and untouched
+
+
+def test_slopes_written_out_as_a_tensor() -> None:
+    """Baichuan2-13B makes its mask in its first call, with slopes as numbers of Python, and raises -inf to the least number."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, pos: Tensor) -> Tensor:
+        slopes = torch.tensor([0.25, 0.0625, 0.015625, 0.00390625])
+        bias = slopes.unsqueeze(1).unsqueeze(1) * torch.arange(1024) + torch.full((1024, 1024), float("-inf")).triu(1)
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        scores = q @ k.transpose(-1, -2) / 8**0.5 + bias[:, : ids.shape[1], : ids.shape[1]]
+        return torch.max(scores, torch.tensor(FINFO_MIN)).softmax(-1) @ v
+
+    assert assert_ragged_equals_alone(Toy(attend)).layers[0].spec.alibi_slopes == (0.25, 0.0625, 0.015625, 0.00390625)
