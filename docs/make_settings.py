@@ -12,7 +12,7 @@ from typing import Any
 
 from docs import marked_tables
 from paged_attn.cli.options import add_engine, add_run_options
-from paged_attn.cli.serve_options import API_KEY_VARIABLE, add_server_options
+from paged_attn.cli.serve_options import API_KEY_VARIABLE, add_model_options, add_server_options
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.report.backend_table import markdown_table
@@ -53,7 +53,7 @@ def sampling_markdown() -> str:
 
 def server_markdown() -> str:
     """The defaults are those of the flags."""
-    flags, rows = _actions(add_server_options), []
+    flags, rows = _actions(add_server_options) | _actions(add_model_options), []
     for setting in fields(ServerSettings):
         flag = flags[FLAGS_OF_THE_SERVER.get(setting.name, setting.name)]
         what, words = _split((flag.help or "") % vars(flag))

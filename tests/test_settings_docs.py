@@ -13,7 +13,7 @@ import pytest
 
 from paged_attn import EngineConfig, SamplingParams
 from paged_attn.cli.options import add_engine
-from paged_attn.cli.serve_options import add_server_options, server_settings
+from paged_attn.cli.serve_options import add_model_options, add_server_options, server_settings
 from paged_attn.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[1]
@@ -78,6 +78,7 @@ def test_every_setting_of_the_server_has_the_default_of_its_flag() -> None:
     assert list(made) == [setting.name for setting in fields(ServerSettings)]
     parser = argparse.ArgumentParser()
     add_server_options(parser)
+    add_model_options(parser)
     settings = server_settings(parser.parse_args([]), "any")
     for name, row in made.items():
         value = getattr(settings, name)

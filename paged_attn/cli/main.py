@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from paged_attn import __version__
-from paged_attn.cli.commands import backends, bench, chat, demo, doctor, explain, generate, passes, serve, tune, warmup
+from paged_attn.cli.commands import backends, bench, chat, demo, doctor, explain, generate, passes, run_batch, serve, tune, warmup
 from paged_attn.cli.parser import Parser
 from paged_attn.parallel.torchrun import is_first, leave, num_processes
 
@@ -18,7 +18,7 @@ USER_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 ON_RANKS = (generate, serve)  # may be started by torchrun
-COMMANDS = (generate, chat, serve, demo, explain, passes, warmup, backends, tune, bench, doctor)
+COMMANDS = (generate, chat, serve, run_batch, demo, explain, passes, warmup, backends, tune, bench, doctor)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"paged-attn {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in COMMANDS:
-        name = module.__name__.rpartition(".")[2]
+        name = module.__name__.rpartition(".")[2].replace("_", "-")
         command = commands.add_parser(name, help=module.HELP, description=module.__doc__, allow_abbrev=False)
         command.set_defaults(run=module.run)
         command.add_argument("-v", "--verbose", action="store_true", help="show log lines, progress bars, and tracebacks of errors")

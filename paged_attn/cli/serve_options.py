@@ -9,6 +9,7 @@ from dataclasses import fields
 from paged_attn.chat.answers.reasoning import REASONING_PARSERS
 from paged_attn.chat.formats.choose import TOOL_PARSERS
 from paged_attn.cli.options import add_chat_template
+from paged_attn.engine.model.task import TASKS
 from paged_attn.server.settings import ServerSettings
 
 API_KEY_VARIABLE = "PAGED_ATTN_API_KEY"
@@ -47,33 +48,39 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--ssl-certfile", metavar="FILE", help="a PEM file of a certificate (and those that sign it), for HTTPS")
     add("--ssl-keyfile", metavar="FILE", help="a PEM file of its key, if the certificate's holds none")
     add(
-        "--served-model-name", nargs="+", action="extend", metavar="NAME",
-        help="what clients call the model; of several names answers have the first (default: the hub id, or the directory's name)",
-    )  # fmt: skip
-    add(
         "--api-key", action="append", default=[], metavar="KEY",
         help=f"opens /v1; may be given many times; without any, /v1 is open. {API_KEY_VARIABLE} is one more, and not shown by ps",
     )  # fmt: skip
     add("--share-prefixes", action="store_true", help="share cached prefixes between API keys: a key can then find out what others ask")
     add("--allow-priority", action="store_true", help="let requests have a priority; without it nobody may jump the queue")
-    add(
-        "--lora", action="append", default=[], metavar="NAME=FOLDER", type=_named_folder,
-        help="an adapter of peft, which requests choose by model=NAME; may be given many times",
-    )  # fmt: skip
     add("--lora-folder", metavar="DIR", help="let clients load adapters from this folder and unload them; without it they may not")
     add("--allow-origin", action="append", default=[], metavar="URL", help="let web pages of this origin use the server (CORS); * is all")
     add("--allow-host", action="append", default=[], metavar="NAME", help="what the header Host may say, as in *.example.com")
     add("--no-log-requests", action="store_true", help="no line of JSON on stdout for each request")
     add("--otlp-endpoint", metavar="URL", help="where OpenTelemetry traces go, such as http://localhost:4318/v1/traces")
-    chats = parser.add_argument_group("chats")
-    add_chat_template(chats)
-    for flag, what, known in PARSERS:
-        chats.add_argument(flag, default="auto", metavar="NAME", help=f"{what}: {', '.join(known)} (default: auto)")
     limits = parser.add_argument_group("limits of the server").add_argument
     for flag, kind, metavar, what in LIMITS:
         default = DEFAULTS[_dest(flag)]
         shown = "no limit" if default is None else f"{default:g}"
         limits(flag, type=kind, metavar=metavar, default=default, help=f"{what} (default: {shown})")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What the model is called and is for, its adapters, and how chats are written and read: for whatever answers requests."""
+    add = parser.add_argument_group("requests").add_argument
+    add("--task", default="auto", choices=TASKS, help="what the model is for (default: as the checkpoint says)")
+    add(
+        "--served-model-name", nargs="+", action="extend", metavar="NAME",
+        help="what clients call the model; of several names answers have the first (default: the hub id, or the directory's name)",
+    )  # fmt: skip
+    add(
+        "--lora", action="append", default=[], metavar="NAME=FOLDER", type=_named_folder,
+        help="an adapter of peft, which requests choose by model=NAME; may be given many times",
+    )  # fmt: skip
+    chats = parser.add_argument_group("chats")
+    add_chat_template(chats)
+    for flag, what, known in PARSERS:
+        chats.add_argument(flag, default="auto", metavar="NAME", help=f"{what}: {', '.join(known)} (default: auto)")
 
 
 def _named_folder(text: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import importlib.util
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -23,9 +24,8 @@ from paged_attn.cli.options import (
     set_verbosity,
     use_template,
 )
-from paged_attn.cli.serve_options import add_server_options, server_settings
+from paged_attn.cli.serve_options import add_model_options, add_server_options, server_settings
 from paged_attn.engine.model.load_options import checked_model_path
-from paged_attn.engine.model.task import TASKS
 from paged_attn.parallel.torchrun import is_first, num_processes
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 
 def add_options(parser: Parser) -> None:
     parser.add_model()
-    parser.add_argument("--task", default="auto", choices=TASKS, help="what the model is for (default: as the checkpoint says)")
     add_server_options(parser)
+    add_model_options(parser)
     add_device_options(parser, dtype="auto")
     add_checkpoint_options(parser)
     add_engine(parser)
@@ -57,12 +57,10 @@ def run(args: argparse.Namespace) -> int:
     """
     config = engine_config(args)
     config = config.with_(max_batch_tokens=config.step_tokens)  # long prompts must not hold up the tokens of others for long
-    if (args.lora or args.lora_folder) and not config.max_loras:
-        config = config.with_(max_loras=max(LORAS, len(args.lora)))
+    config = with_adapters(config, args.lora, args.lora_folder is not None)
     if not is_first():
         return _follow(args, config)
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"the server needs {', '.join(missing)}; install the extra: {install_line('serve')}")
+    check_extra()
     checked_model_path(args.model, args.gguf_file)
     settings = server_settings(args, model_name(args.model))
     if taken := [name for name in settings.names if name in dict(args.lora)]:
@@ -94,6 +92,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def check_extra() -> None:
+    """Raises ValueError if packages of the extra `serve` are missing."""
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"the server needs {', '.join(missing)}; install the extra: {install_line('serve')}")
+
+
+def with_adapters(config: EngineConfig, loras: Sequence[tuple[str, str]], more: bool = False) -> EngineConfig:
+    """With room for these adapters, and for more of them later, unless the caller has set `max_loras`."""
+    return config.with_(max_loras=max(LORAS, len(loras))) if (loras or more) and not config.max_loras else config
+
+
 def model_name(model: str) -> str:
     """A hub id as it is; of a directory its name."""
     return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model
@@ -101,7 +110,7 @@ def model_name(model: str) -> str:
 
 def _engine(args: argparse.Namespace, config: EngineConfig, afterwards: ExitStack) -> Engine:
     """What is still to be done when the server has ended goes into `afterwards`."""
-    llm = _load(args, config)
+    llm = load_llm(args, config)
     if num_processes() > 1:
         from paged_attn.engine.lead import first_rank_leads
 
@@ -115,11 +124,12 @@ def _follow(args: argparse.Namespace, config: EngineConfig) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    with first_rank_leads(_load(args, config)):
+    with first_rank_leads(load_llm(args, config)):
         return 0
 
 
-def _load(args: argparse.Namespace, config: EngineConfig) -> LLM:
+def load_llm(args: argparse.Namespace, config: EngineConfig) -> LLM:
+    """The model with its chat template and adapters."""
     from paged_attn.cli.job import load, where_it_runs
 
     llm = load(args.model, args.dtype, args.device, config, load_options(args), args.task).llm
