@@ -119,12 +119,12 @@ def tell_an_event_twice(engine: Engine) -> None:
 
 
 def say_another_token(engine: Engine) -> None:
-    accept, calls = engine.output_processor.accept, iter(range(10**9))
+    accept, calls = engine.output_processor.append_token, iter(range(10**9))
 
     def accepting(request: Any, token: Any) -> TokenEvent:
         return accept(request, token._replace(token_id=token.token_id % 90 + 1) if next(calls) == 30 else token)
 
-    engine.output_processor.accept = accepting  # type: ignore[method-assign]
+    engine.output_processor.append_token = accepting  # type: ignore[method-assign]
 
 
 def forget_to_stop(engine: Engine) -> None:

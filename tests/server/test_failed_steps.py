@@ -140,14 +140,14 @@ def test_a_stream_that_fails_halfway_ends_with_the_error() -> None:
 def test_what_ended_in_the_step_that_failed_keeps_its_answer() -> None:
     """Of three requests that sample their only token in one step the second raises; the first has ended."""
     with serving() as running, ThreadPoolExecutor(4) as pool:
-        accept, calls = running.engine.output_processor.accept, iter(range(10**9))
+        accept, calls = running.engine.output_processor.append_token, iter(range(10**9))
 
         def failing(*args: Any) -> Any:
             if next(calls) == 2:
                 raise IndexError("no such piece")
             return accept(*args)
 
-        running.engine.output_processor.accept = failing  # type: ignore[method-assign]
+        running.engine.output_processor.append_token = failing  # type: ignore[method-assign]
         with held(running.engine):
             replies = [pool.submit(post, running, prompt=[7, 7], max_tokens=1)]
             wait_for(lambda: running.engine.has_work)
