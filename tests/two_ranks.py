@@ -126,7 +126,7 @@ def windows(name: str, compiled: bool) -> dict[str, Any]:
     """Layers of a window of 8 beside layers that keep all, where memory is wanted all the time and rank 1 has less of it; and what the
     ranks' books say then."""
     given_back: list[int] = []
-    unmap = GroupedKVManager.give_back
+    unmap = GroupedKVManager.free_unneeded
 
     def counting(self: GroupedKVManager, *, to_start: bool = True) -> None:
         before = self.allocator.num_free_frames
@@ -136,7 +136,7 @@ def windows(name: str, compiled: bool) -> dict[str, Any]:
     settings = {**SETTINGS, "num_pages": 50, "compile": compiled, "overlap": compiled}
     params = SamplingParams(max_new_tokens=WINDOWS_TOKENS)
     model = sharded(name, num_hidden_layers=4, sliding_window=8)
-    with mock.patch.object(GroupedKVManager, "give_back", counting), fewer_on_rank_1(), LLM(model, **settings) as llm:
+    with mock.patch.object(GroupedKVManager, "free_unneeded", counting), fewer_on_rank_1(), LLM(model, **settings) as llm:
         runs = [[completion.token_ids for completion in llm.generate(LONG_PROMPTS, params)] for _ in range(2)]
         kv, pool = llm.engine.kv, llm.engine.pool
         assert isinstance(kv, GroupedKVManager)

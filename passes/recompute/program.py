@@ -119,16 +119,20 @@ def _digest(graph: fx.Graph) -> str:
 
 
 def prove_causal(
-    program: Program, rows: Sequence[RowInput], owned: Sequence[Tensor], form: CallForm, device: torch.device, where: str
-) -> None:
+    program: Program, rows: Sequence[RowInput], owned: Sequence[Tensor], form: CallForm, device: torch.device, where: str,
+    longest: int | None = None,
+) -> None:  # fmt: skip
     """Run a program on random rows: without the last ones, the others' results are the same.
+
+    Args:
+        longest: positions that the model has, if that is known.
 
     Raises:
         UnsupportedError: a later token does change one, or the program does not run on another number of tokens than the traced one.
     """
     beginnings = [max(SHORT, form.min_tokens)]
     if any(node.target is MODULE_ON_ALL_TOKENS for node in program.graph.nodes):
-        most = LONG[-1] if form.max_tokens is None else form.max_tokens - MORE
+        most = min([limit - MORE for limit in (form.max_tokens, longest) if limit is not None], default=LONG[-1])
         beginnings += [count for count in LONG if beginnings[0] < count <= most]
     total = beginnings[-1] + MORE
     for each in (program, *_choosing_less(program, beginnings[0])):

@@ -21,7 +21,7 @@ from paged_attn.attn_ops.specs.recompute import RecomputeSpec, RowInput
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import value_of
-from paged_attn.passes.fx.model_facts import model_dtype
+from paged_attn.passes.fx.model_facts import max_positions, model_dtype
 from paged_attn.passes.fx.slicing import attribute_of
 from paged_attn.passes.prove.other_mask import OtherMask
 from paged_attn.passes.prove.score_subgraph import Recomputable
@@ -69,7 +69,7 @@ class RecomputeReplacer:
         program = make_program(region, self.form, self.values, order, where)
         if program.computes not in self._proved:
             owned = [self._tensor(node) for node in program.owned]
-            prove_causal(program, rows, owned, self.form, result.device, where)
+            prove_causal(program, rows, owned, self.form, result.device, where, max_positions(self.model))
             self._proved[program.computes] = program
         spec = RecomputeSpec(
             num_q_heads=int(result.shape[1]),

@@ -102,7 +102,7 @@ class EngineRound:
         more: dict[str, Any] = {"namespace": self.rng.choice([None, None, None, "tenant", 7])}
         more["priority"] = self.rng.choice([0, 0, 0, 1, -1])
         pages = self.engine.kv  # of layers in groups, windows give pages back on the way
-        most = self.plan.settings["num_pages"] - 1 if pages.frames is None else pages.longest
+        most = self.plan.settings["num_pages"] - 1 if pages.frames is None else pages.max_request_pages
         if case.num_pages(self.plan.settings["page_size"]) > most:
             with pytest.raises(UnsupportedError, match="can never fit"):
                 self.engine.add_request(case.prompt, case.params, **more)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
 from paged_attn.attn_ops.ops.module import MODULE_ON_ALL_TOKENS, register_module
@@ -158,6 +159,19 @@ def seen_late(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) 
 def test_a_later_token_that_changes_an_earlier_one_only_in_long_calls_is_seen() -> None:
     with pytest.raises(UnsupportedError, match=r"layer at layers.0: a module that mixes .* a later token changes the result of an earlier"):
         LLM(Model(seen_late).eval(), num_pages=64)
+
+
+def of_a_table(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """As the first, with keys by a table that ends at 64 positions."""
+    return two_products(q, k + torch.linspace(-1, 1, 64 * WIDTH).view(64, WIDTH)[: k.shape[1]], v, positions, mask)
+
+
+def test_a_module_with_fewer_positions_than_the_proofs_have_tokens() -> None:
+    model, prompts = Model(of_a_table).eval(), random_prompts((5, 33))
+    model.config = PretrainedConfig(max_position_embeddings=64)  # type: ignore[assignment]
+    with torch.no_grad(), LLM(model, num_pages=20) as llm:
+        got = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=8))]
+        assert got == [greedy(model, prompt, 8) for prompt in prompts]
 
 
 class CountsItsCall(Model):
