@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from paged_attn.chat.answers.reasoning import REASONING_PARSERS
 from paged_attn.chat.formats.choose import TOOL_PARSERS
-from paged_attn.cli.options import add_chat_template
+from paged_attn.cli.options import add_chat_template, add_checkpoint_options, add_device_options, add_engine
 from paged_attn.engine.model.task import TASKS
 from paged_attn.server.settings import ServerSettings
 
@@ -66,7 +66,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """What the model is called and is for, its adapters, and how chats are written and read: for whatever answers requests."""
+    """For whatever answers requests: the model's names and task, its adapters, how chats are written and read, how it is read and run."""
     add = parser.add_argument_group("requests").add_argument
     add("--task", default="auto", choices=TASKS, help="what the model is for (default: as the checkpoint says)")
     add(
@@ -81,6 +81,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_chat_template(chats)
     for flag, what, known in PARSERS:
         chats.add_argument(flag, default="auto", metavar="NAME", help=f"{what}: {', '.join(known)} (default: auto)")
+    add_device_options(parser, dtype="auto")
+    add_checkpoint_options(parser)
+    add_engine(parser)
 
 
 def _named_folder(text: str) -> tuple[str, str]:
@@ -94,6 +97,11 @@ def _dest(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
+def served_names(args: argparse.Namespace, model_name: str) -> str | tuple[str, ...]:
+    """What requests call the model: `--served-model-name`, or else its own name."""
+    return model_name if args.served_model_name is None else tuple(args.served_model_name)
+
+
 def server_settings(args: argparse.Namespace, model_name: str) -> ServerSettings:
     """Raises ValueError for a setting out of range."""
     keys = [*args.api_key, *filter(None, [os.environ.get(API_KEY_VARIABLE)])]
@@ -102,8 +110,7 @@ def server_settings(args: argparse.Namespace, model_name: str) -> ServerSettings
         "reasoning_parser", "otlp_endpoint",
         *(_dest(flag) for flag, *_ in LIMITS),
     ]  # fmt: skip
-    names = model_name if args.served_model_name is None else tuple(args.served_model_name)
     return ServerSettings(
-        names, api_keys=tuple(keys), allow_origins=tuple(args.allow_origin),
+        served_names(args, model_name), api_keys=tuple(keys), allow_origins=tuple(args.allow_origin),
         allow_hosts=tuple(args.allow_host), log_requests=not args.no_log_requests, **{name: getattr(args, name) for name in same},
     )  # fmt: skip

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paged_attn.cli.commands.serve import check_extra, load_llm, model_name, with_adapters
-from paged_attn.cli.options import add_checkpoint_options, add_device_options, add_engine, engine_config, set_verbosity
-from paged_attn.cli.serve_options import add_model_options
+from paged_attn.cli.options import engine_config, set_verbosity
+from paged_attn.cli.serve_options import add_model_options, served_names
 from paged_attn.engine.model.load_options import checked_model_path
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ def add_options(parser: Parser) -> None:
     add("-o", "--output-file", required=True, type=Path, metavar="FILE", help="answers, each written when it is complete")
     add("--resume", action="store_true", help="keep the answers that the output file has, and leave out their requests")
     add_model_options(parser)
-    add_device_options(parser, dtype="auto")
-    add_checkpoint_options(parser)
-    add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     done = answered_ids(args.output_file) if has_answers else set[str]()
     wanted = sum(request.custom_id not in done for request in read_requests(args.input_file))
     settings = ServerSettings(
-        model_name(args.model) if args.served_model_name is None else tuple(args.served_model_name), max_queue=MAX_QUEUE,
+        served_names(args, model_name(args.model)), max_queue=MAX_QUEUE,
         tool_parser=args.tool_parser, reasoning_parser=args.reasoning_parser,
     )  # fmt: skip
     set_verbosity(args.verbose)

@@ -15,15 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paged_attn.attn_ops.install_line import install_line
-from paged_attn.cli.options import (
-    add_checkpoint_options,
-    add_device_options,
-    add_engine,
-    engine_config,
-    load_options,
-    set_verbosity,
-    use_template,
-)
+from paged_attn.cli.options import engine_config, load_options, set_verbosity, use_template
 from paged_attn.cli.serve_options import add_model_options, add_server_options, server_settings
 from paged_attn.engine.model.load_options import checked_model_path
 from paged_attn.parallel.torchrun import is_first, num_processes
@@ -43,9 +35,6 @@ def add_options(parser: Parser) -> None:
     parser.add_model()
     add_server_options(parser)
     add_model_options(parser)
-    add_device_options(parser, dtype="auto")
-    add_checkpoint_options(parser)
-    add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> int:
