@@ -131,7 +131,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app, log_level=log_level, lifespan="on", timeout_graceful_shutdown=GRACE_SECONDS,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS, access_log=False, ws="none",
-                http=LimitedProtocol.of(settings), ssl_certfile=settings.ssl_certfile, ssl_keyfile=settings.ssl_keyfile,
+                http=LimitedProtocol.of(settings, self.state.bodies), ssl_certfile=settings.ssl_certfile, ssl_keyfile=settings.ssl_keyfile,
             )
         )  # fmt: skip
 

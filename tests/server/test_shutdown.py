@@ -17,7 +17,7 @@ from paged_attn.asynchronous.status import Status
 from paged_attn.engine.engine import Engine
 from tests.engine.models import assert_idle, make_engine, oracle
 from tests.server.serving import MODEL, PATIENCE, Running, chat_tokenizer, held, serving, wait_for
-from tests.server.test_connections import HEAD, connect, num_connections, read_all
+from tests.server.test_connections import HEAD, connect, read_all
 
 BODY: dict[str, Any] = {"prompt": [4, 5, 6], "max_tokens": 100, "temperature": 0, "return_token_ids": True}
 
@@ -44,12 +44,23 @@ def assert_ended(running: Running) -> None:
 def test_a_body_that_is_still_coming_is_told_when_the_time_is_over(capfd: pytest.CaptureFixture[str]) -> None:
     with serving(one_at_a_time, drain_seconds=0.5) as running, closing(connect(running)) as raw:
         raw.sendall(HEAD + b"Content-Length: 500\r\n\r\n{")
-        wait_for(lambda: num_connections(running) > 0)
+        wait_for(lambda: running.server.state.bodies._limits)
         running.stop()
         answer = read_all(raw)
         assert answer.startswith(b"HTTP/1.1 503") and b"the server ends, and 1 bytes of the body have come" in answer
         assert_ended(running)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_connection_that_was_being_accepted_when_the_time_was_over_is_told() -> None:
+    """Uvicorn tells the connections that it has; one more would wait for an answer for ever."""
+    with serving(one_at_a_time) as running:
+        running.server.state.bodies.have_ended = True
+        with closing(connect(running)) as raw:
+            answer = read_all(raw)
+        assert answer.startswith(b"HTTP/1.1 503") and b"the server ends; connect to another" in answer
+        running.stop()
+        assert_ended(running)
 
 
 def test_what_runs_and_waits_finishes_and_nothing_new_is_taken() -> None:

@@ -123,4 +123,5 @@ class OpenBodies:
     def end(self) -> None:
         self.have_ended = True
         for limit in self._limits:
-            limit.reschedule(asyncio.get_running_loop().time())
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())

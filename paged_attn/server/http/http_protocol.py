@@ -8,6 +8,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from paged_attn.server.http.body_limits import OpenBodies
 from paged_attn.server.http.errors import ApiError
 from paged_attn.server.settings import ServerSettings
 
@@ -15,13 +16,14 @@ _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 503: b"Service Unavail
 
 
 class LimitedProtocol(H11Protocol):
-    """`of` makes one for the settings of a server."""
+    """`of` makes one for a server."""
 
     settings: ServerSettings
+    bodies: OpenBodies
 
     @classmethod
-    def of(cls, settings: ServerSettings) -> type[LimitedProtocol]:
-        return type(cls.__name__, (cls,), {"settings": settings})
+    def of(cls, settings: ServerSettings, bodies: OpenBodies) -> type[LimitedProtocol]:
+        return type(cls.__name__, (cls,), {"settings": settings, "bodies": bodies})
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
@@ -30,7 +32,9 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.settings.max_connections:
+        if self.bodies.have_ended:  # it was being accepted while uvicorn told all others
+            self._refuse(ApiError(503, "the server ends; connect to another", code="shutting_down"))
+        elif len(self.connections) > self.settings.max_connections:
             what = f"this server has {self.settings.max_connections} connections and takes no more"
             self._refuse(ApiError(503, f"{what}; try again later", code="too_many_connections"))
         else:
