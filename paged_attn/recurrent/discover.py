@@ -168,7 +168,7 @@ def _watched(model: nn.Module, inputs: dict[str, Any], length: int) -> Watched:
 
 def _states(changed: set[Path], short: Watched, long: Watched) -> list[Path]:
     """Paths of tensors among these that have one shape for both lengths."""
-    few, many = leaves_of(short.cache), leaves_of(long.cache)
+    few, many = short.leaves, long.leaves
     written = [path for path in changed if isinstance(many.get(path), Tensor) and isinstance(few.get(path), Tensor)]
     written = [path for path in written if not _of_window(path, long.cache)]
     return sorted((path for path in written if many[path].shape == few[path].shape and many[path].dim() > 0), key=str)
@@ -182,13 +182,13 @@ def _of_window(path: Path, cache: Any) -> bool:
 
 def _growing(call: Call, short: Watched, long: Watched) -> list[str]:
     """What a module that writes state keeps besides, of another size for another number of tokens."""
-    many = leaves_of(long.cache)
+    many = long.leaves
     return sorted(name_of(path) for path in call.changed - {*_states(call.changed, short, long)} if isinstance(many.get(path), Tensor))
 
 
 def _layer(call: Call, short: Watched, long: Watched) -> RecurrentLayer:
     where, states = call.name, _states(call.changed, short, long)
-    few, many = leaves_of(short.cache), leaves_of(long.cache)
+    few, many = short.leaves, long.leaves
     for path in call.changed:
         if path in states:
             if many[path].shape[0] != 1:

@@ -8,7 +8,7 @@ import operator
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -47,12 +47,19 @@ def writes_in_place(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     target = node.target
+    if (always := _always_writes(target)) is not None:
+        return always
+    return node.kwargs.get("out") is not None or _has_inplace_flag(node)
+
+
+@lru_cache(1024)  # a trace may have functions of its own
+def _always_writes(target: Any) -> bool | None:
+    """None for a function that writes in place only if it is asked to."""
     if overloads := overloads_of(target):
         return any(overload._schema.is_mutable for overload in overloads)
-    if target in _INPLACE_FUNCTIONS or node.kwargs.get("out") is not None or _has_inplace_flag(node):
-        return True
     name = getattr(target, "__name__", "")
-    return name.endswith("_") and not name.endswith("__") and getattr(target, "__module__", "") != "_operator"
+    named = name.endswith("_") and not name.endswith("__") and getattr(target, "__module__", "") != "_operator"
+    return True if named or target in _INPLACE_FUNCTIONS else None
 
 
 def _has_inplace_flag(node: fx.Node) -> bool:

@@ -24,6 +24,7 @@ from paged_attn.attn_ops.ops.routing import ROUTE
 from paged_attn.attn_ops.specs.routing import Routing, Score
 from paged_attn.passes.fx.call_form import Values
 from paged_attn.passes.fx.graph_tools import (
+    Writers,
     behind_views,
     call_with_value,
     name_of,
@@ -48,9 +49,9 @@ _PRODUCTS = (F.linear, LINEAR)
 def fuse_routing(graph: fx.Graph, values: Values) -> int:
     """Rewrite in place; returns how many routers are one op now."""
     known: list[Routing] = []
-    count = 0
+    writers, count = writers_of(graph.nodes), 0
     for experts in [node for node in graph.nodes if node.target is EXPERTS]:
-        region = region_of(experts, values.keys())
+        region = region_of(experts, values.keys(), writers)
         routing = None if region is None else proved_routing(region, known)
         if region is None or routing is None:
             continue
@@ -82,12 +83,11 @@ class RouterRegion(NamedTuple):
     reader: fx.Node
 
 
-def region_of(experts: fx.Node, inputs: Container[fx.Node]) -> RouterRegion | None:
+def region_of(experts: fx.Node, inputs: Container[fx.Node], writers: Writers) -> RouterRegion | None:
     """The router of a call of `paged_attn::experts`; None if it makes ids and weights of anything but a product [T, E] and a tensor [E]."""
     ids, weights, w1 = (node for node in experts.args[1:4])
     assert isinstance(ids, fx.Node) and isinstance(weights, fx.Node)
     reader, ids = _counted_from_the_first(experts, ids)
-    writers = writers_of(experts.graph.nodes)
     found, pending, leaves, of_type = set[fx.Node](), [ids, weights], set[fx.Node](), set[fx.Node]()
     while pending:
         node = pending.pop()

@@ -19,6 +19,7 @@ from paged_attn.calling.call_signature import few_ids, plain_inputs, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.hf_configs import attention_implementation
 from paged_attn.calling.left_as_it_was import left_as_it_was
+from paged_attn.calling.plain_configs import plain_configs
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.engine.model.rows_of_logits import gives_last_alone, logits_in
@@ -293,7 +294,7 @@ def _traced(
     try:
         with (
             as_served(model), plain_buffers(model), settings, unwrapped_refusals(), no_collections(), dynamo_unlogged(), any_length(),
-            open_multihead_attention(), plain_is_causal(),
+            open_multihead_attention(), plain_is_causal(), plain_configs(model),
             marked(model, layers) as numbers,
         ):  # fmt: skip
             torch.compile(target, backend=backend, fullgraph=True)(model, inputs)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paged_attn.calling.left_as_it_was import left_as_it_was
-from paged_attn.recurrent.cache_state import Path, Snapshot, changed_paths, snapshot
+from paged_attn.recurrent.cache_state import Path, Snapshot, changed_paths, leaves_of, snapshot
 
 
 @dataclass
@@ -50,6 +51,11 @@ class Watched:
     cache: Any
     output: Any
     attributes: dict[str, Tensor]
+
+    @cached_property
+    def leaves(self) -> dict[Path, Any]:
+        """What `cache` holds, by path."""
+        return leaves_of(self.cache)
 
 
 def watch(model: nn.Module, inputs: dict[str, Any]) -> Watched:
