@@ -17,7 +17,7 @@ def dump_folder() -> Path | None:
 
 
 class Dump:
-    """The files of one graph, in `PROCESS-NUMBER-MODEL/`: `00-traced.txt`, `01-specialise_numbers.txt`, ...; none if nobody asks."""
+    """Numbered files of one graph in `PROCESS-NUMBER-MODEL/`: `00-traced.txt`, `01-specialise_numbers.txt`, ...; none unless requested."""
 
     def __init__(self, name: str) -> None:
         self._files = itertools.count()

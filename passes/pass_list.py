@@ -36,7 +36,7 @@ from paged_attn.passes.prove.score_subgraph import Recomputable
 from paged_attn.passes.replace_layers import pool_dtype, replace_layers
 from paged_attn.passes.report import Facts, GraphPass
 
-_OF_MULTIHEAD_ATTENTION = {"multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd"}
+_MULTIHEAD_ATTENTION = {"multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd"}
 
 
 def _find(graph: fx.Graph, facts: Facts) -> str:
@@ -49,14 +49,14 @@ def _find(graph: fx.Graph, facts: Facts) -> str:
             "the model has no attention that paged_attn can see: there is no KV to page, and nothing shows what a row of its logits takes "
             "from other tokens of a batch"
         )
-        if any(name_of(node) in _OF_MULTIHEAD_ATTENTION for node in graph.nodes):
+        if any(name_of(node) in _MULTIHEAD_ATTENTION for node in graph.nodes):
             none = (
                 "its attention is nn.MultiheadAttention, which a bare torch.compile takes for one operation. LLM(model) opens it and "
                 "serves the model; or write F.scaled_dot_product_attention in its place"
             )
         else:
-            _independent_rows(graph, facts)  # names what mixes tokens, if anything does
-        # A part of a broken graph has no positions.
+            _independent_rows(graph, facts)  # raises first if it can name what mixes tokens
+        # One piece of a model that torch.compile broke into several graphs has no positions.
         raise UnsupportedError(none) if facts.form.positions is not None else CallNotPaged(none)
     return f"{len(facts.sites)} attentions"
 
@@ -67,7 +67,7 @@ def _prove(graph: fx.Graph, facts: Facts) -> str:
     for site in facts.sites:
         facts.values.read.clear()
         facts.proofs.append(proof := _proof_of(prover, site))
-        if not isinstance(proof, Recomputable):  # recompute evaluates its tensors in every step, and the op reads sinks in place
+        if not isinstance(proof, Recomputable):  # a recomputed attention reads its tensors in every step; the op reads sinks in place
             facts.baked |= facts.values.read - ({proof.function.sinks} if isinstance(proof, AttentionProof) else set())
         read |= facts.values.read
     facts.values.read |= read
@@ -76,7 +76,7 @@ def _prove(graph: fx.Graph, facts: Facts) -> str:
 
 
 def _proof_of(prover: Prover, site: AttentionSite) -> AttentionProof | DualChunkProof | Recomputable:
-    """Its proof, or why it has none and must be recomputed from all tokens of each request."""
+    """The proof of a site, or the reason why it must be recomputed from all tokens of each request."""
     try:
         return prover.prove(site)
     except Recomputable as reason:

@@ -31,7 +31,7 @@ NOT_COMPARED = "not compared with the config: the graph's own mask is evaluated"
 
 
 def replace_layers(graph: fx.Graph, facts: Facts) -> str:
-    """Every attention that was found becomes an op, in place; layers that read the same keys and values share them."""
+    """Replaces every attention by an op; layers that read the same keys and values share one KV layer."""
     form, values, model, result = facts.form, facts.values, facts.model, facts.result
     recompute = RecomputeReplacer(graph, form, values, model) if any(isinstance(p, Recomputable) for p in facts.proofs) else None
     owners: dict[tuple[KVSource, KVSource], tuple[int, fx.Node]] = {}
@@ -62,7 +62,7 @@ def replace_layers(graph: fx.Graph, facts: Facts) -> str:
             key, value = _keys_and_values(site, form, values)
             owner = owners.get((key, value))
             if owner is not None and is_written({key.base, value.base}, owner[1], site.node):
-                owner = None  # they have changed since
+                owner = None  # the keys or values have changed since
             spec = _spec_of(site, key, proof, layer_id if owner is None else owner[0])
             traced = [operand_of(source, form) for source in (as_received(site.query, spec.num_q_heads), key, value)]
             operands = tuple(each for each in traced if each is not None) if None not in traced else ()
@@ -104,7 +104,7 @@ def pool_dtype(site: AttentionSite, model: nn.Module | None) -> torch.dtype:
 
 
 def _keys_and_values(site: AttentionSite, form: CallForm, values: Values) -> tuple[KVSource, KVSource]:
-    """Both before repetition, with the same number of heads."""
+    """Keys and values before repetition, with the same number of heads."""
     key, value = kv_source(site.key, site.node, form), kv_source(site.value, site.node, form)
     fewest = min(key.num_heads, value.num_heads)
     sources = []
@@ -116,6 +116,6 @@ def _keys_and_values(site: AttentionSite, form: CallForm, values: Values) -> tup
         sources = [as_received(n, int(shape_of(n)[1])) for n in (site.key, site.value)]
     if sources[0].num_heads != sources[1].num_heads:
         raise UnsupportedError(
-            f"{site.where}: {sources[0].num_heads} heads of keys but {sources[1].num_heads} of values; known is one number"
+            f"{site.where}: {sources[0].num_heads} heads of keys but {sources[1].num_heads} of values; their numbers must be equal"
         )
     return sources[0], sources[1]

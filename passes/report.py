@@ -26,7 +26,7 @@ from paged_attn.passes.replace.operand_layout import Operand
 class LayerReport:
     """One line of `explain`: the spec, how the attention was found and proved, and the nodes before and after.
 
-    operands: where query, key and value come from in the traced graph; none where they are not a mere change of layout of its values.
+    operands: where query, key and value come from in the traced graph; empty unless all three only rearrange values of that graph.
     """
 
     layer_id: int
@@ -48,19 +48,19 @@ class Rewrite:
     gm: fx.GraphModule | None = None
     layers: list[LayerReport] = field(default_factory=list)
     not_paged: str = ""
-    mixes: MixesRows | None = None  # what mixes tokens, if anything does; `gm` is None unless only a far position moves others
+    mixes: MixesRows | None = None  # what mixes tokens; `gm` is None then, unless only a far position affects other tokens
     seconds: dict[str, float] = field(default_factory=dict)
     nodes_before: int = 0
     nodes_after: int = 0
     positions_redirected: int = 0
     counts: Counter[str] = field(default_factory=Counter)  # by name, from passes that count what they did; see `GraphPass.did`
     merges: tuple[Merge, ...] = ()
-    experts: dict[str, int] = field(default_factory=dict)  # layers of experts that are one op, by the backend that computes them
-    experts_per_choice: int = 0  # experts of a layer per expert that a token chooses; the most of all layers
-    max_positions: int | None = None  # as far as the graph shows; a longer sequence cannot run
-    evaluated: tuple[int, ...] = ()  # the inputs on whose values the proofs rest
-    baked: tuple[int, ...] = ()  # those of them, tensors of the model, that a spec was made of (a bias, a window, a scale)
-    traced: dict[str, str] = field(default_factory=dict)  # nodes that stand for the same value in the traced graph, by their names in both
+    experts: dict[str, int] = field(default_factory=dict)  # number of expert layers that became one op, by backend
+    experts_per_choice: int = 0  # number of experts / experts chosen per token, maximum over layers
+    max_positions: int | None = None  # the longest sequence that the graph can run; None if it shows no limit
+    evaluated: tuple[int, ...] = ()  # indices of the inputs whose values the proofs read
+    baked: tuple[int, ...] = ()  # indices of the model's tensors whose values went into a spec (a bias, a window, a scale)
+    traced: dict[str, str] = field(default_factory=dict)  # rewritten node name -> traced node name, where both have the same value
     modules: dict[str, str] = field(default_factory=dict)  # for a graph from disk: modules of the traced graph's nodes
 
     @property
@@ -70,17 +70,17 @@ class Rewrite:
 
 @dataclass
 class Facts:
-    """What all passes are given beside the graph, and where they put what they found.
+    """The input that all passes share beside the graph, and their results.
 
     Attributes:
-        original: the graph as Dynamo traced it; it stays as it is.
-        form: which call it was traced from, by the placeholders of the copy.
-        values: the tensors behind the placeholders; remembers which were read.
-        model: if it is known.
-        latents: of each site that keeps a latent, its maps; of one that looks like it, why it does not; by the place of the site.
-        sites: every attention, once it was found; those that a later pass replaced are in `result.layers`.
-        proofs: of each site, why it may be replaced and by what.
-        choose_experts: names the backend that computes a layer of experts; None if there is none.
+        original: the graph as Dynamo traced it; never changed.
+        form: the call that was traced, in terms of the copy's placeholders.
+        values: the tensors behind the placeholders; records which were read.
+        model: None if it is unknown.
+        latents: by site index: the latent's maps, or why a site that looks latent is not.
+        sites: all attentions that were found; those that a later pass replaced are in `result.layers`.
+        proofs: one for each site.
+        choose_experts: returns the name of the backend for a layer of experts; None if there is no such backend.
     """
 
     original: fx.Graph
@@ -100,10 +100,10 @@ class GraphPass:
     """One rewrite of a graph.
 
     Attributes:
-        name: by which it is listed, timed, dumped and switched off.
-        what: it does, in a line.
-        run: changes the graph in place and says what it did, in words or as a number; raises UnsupportedError or CallNotPaged if it cannot.
-        did: the words around such a number.
+        name: used in lists, timings and dumps, and to switch the pass off.
+        what: what the pass does, in one line.
+        run: changes the graph in place; returns what it did, in words or as a number. Raises UnsupportedError or CallNotPaged.
+        did: format string for such a number.
     """
 
     name: str
@@ -113,5 +113,5 @@ class GraphPass:
 
     @property
     def optional(self) -> bool:
-        """Without it the graph is as right, and slower."""
+        """Whether the graph is correct without this pass, only slower."""
         return self.name in OPTIONAL

@@ -28,12 +28,12 @@ def rewrite(
     optional: Collection[str] = (),
     choose_experts: ChooseExperts | None = None,
 ) -> Rewrite:
-    """Rewrite a copy of a Dynamo graph; `gm` itself stays as it is.
+    """Rewrites a copy of a Dynamo graph; `gm` is not changed.
 
     Args:
         limited: see `find_call_form`.
-        optional: names of `OPTIONAL` that run, too. Who runs a graph with `latent_attention` must have a backend with Feature.MLA, and with
-            `merge_linears`, or with `experts` that are stacked, merge weights: see `Rewrite.merges`.
+        optional: names from `OPTIONAL` that also run. A graph rewritten with `latent_attention` needs a backend with Feature.MLA; after
+            `merge_linears`, and after `experts` with stacked weights, the caller must merge weights: see `Rewrite.merges`.
         choose_experts: see `Facts`.
 
     Raises:
@@ -43,7 +43,7 @@ def rewrite(
     result = Rewrite(form, not_paged=form.reason, nodes_before=len(gm.graph.nodes))
     copied = copy_graph_module(gm)
     placeholders = [n for n in copied.graph.nodes if n.op == "placeholder"]
-    # Placeholders carry Dynamo's sources, which a copied graph loses: their roles were read off the originals, in the same order.
+    # Roles come from Dynamo's sources, which a copied graph loses. Both graphs have their placeholders in the same order.
     form = replace(form, roles=dict(zip(placeholders, form.roles.values(), strict=True)))
     values = ReadValues(dict(zip(placeholders, example_inputs, strict=True)))
     facts = Facts(gm.graph, form, values, model, result, choose_experts=choose_experts)

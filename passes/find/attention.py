@@ -14,9 +14,9 @@ from paged_attn.passes.fx.call_form import CallForm
 
 
 def find_modules_on_all_tokens(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
-    """Modules that the trace left whole because they mix tokens in no known way: one op each (`attn_ops/ops/module.py`).
+    """Modules that the trace left whole because they mix tokens in an unknown way: one op each (`attn_ops/ops/module.py`).
 
-    The query, key and value of each are its hidden states.
+    Query, key and value of such a site are all the module's hidden states.
     """
     sites = []
     for node in graph.nodes:
@@ -27,7 +27,7 @@ def find_modules_on_all_tokens(graph: fx.Graph, form: CallForm) -> list[Attentio
     return sites
 
 
-# find_softmax goes first: it changes the graph around what it finds.
+# find_softmax goes first because it changes the graph around the attentions it finds.
 FINDERS: tuple[Callable[[fx.Graph, CallForm], list[AttentionSite]], ...] = (find_softmax, find_sdpa, find_modules_on_all_tokens)
 
 
@@ -35,6 +35,6 @@ def find_attention(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
     """Every attention of a graph in execution order, each found once.
 
     Raises:
-        UnsupportedError: an attention that is not of a known form, by name.
+        UnsupportedError: an attention of unknown form; the message names it.
     """
     return sorted((site for finder in FINDERS for site in finder(graph, form)), key=lambda site: site.node)

@@ -13,10 +13,10 @@ from paged_attn.passes.find.products import Product
 
 
 class UnknownAttention(UnsupportedError):
-    """A softmax over scores of tokens against tokens whose products are not found.
+    """A softmax over scores of tokens against tokens whose products could not be found.
 
     Attributes:
-        module: the path of the module that it is in; "" outside any.
+        module: path of the module that contains it; "" outside any module.
     """
 
     def __init__(self, module: str, words: str) -> None:
@@ -26,7 +26,7 @@ class UnknownAttention(UnsupportedError):
 
 @dataclass(frozen=True)
 class SdpaScores:
-    """softmax(scale * q.k + mask), as F.scaled_dot_product_attention says it: mask boolean, additive or None."""
+    """softmax(scale * q.k + mask), as F.scaled_dot_product_attention defines it; the mask is boolean, additive or None."""
 
     mask: fx.Node | None
     is_causal: bool
@@ -35,16 +35,17 @@ class SdpaScores:
 
 @dataclass(frozen=True)
 class WrittenScores:
-    """weights = softmax(scores), where `scores` is made from `products` in whatever way, and `weights` is what multiplies the values.
+    """weights = softmax(scores), where `scores` is any function of `products`, and the values are multiplied by `weights`.
 
     Attributes:
         products: q.k [lead.., T, T].
-        scores: given to the softmax, [lead.., T, T] or wider by sinks.
+        scores: input of the softmax, [lead.., T, T], with one more column for a sink.
         softmax: the softmax of the scores.
         weights: [lead.., T, T].
         output: the product of weights and values; the graph's attention output before the rewrite.
-        lse: the log-sum-exp of the scores [lead.., T], where the graph uses it besides (sinks applied to the output), or None.
-        of_weights: no softmax makes the weights: `scores` are their logarithm, and what they lack of 1 as a last column.
+        lse: the log-sum-exp of the scores [lead.., T] if the graph also uses it (sinks applied to the output), else None.
+        of_weights: the weights come from something other than a softmax: `scores` are their logarithm, and a last column holds the
+            logarithm of 1 - their sum.
     """
 
     products: fx.Node
@@ -58,12 +59,12 @@ class WrittenScores:
 
 @dataclass(frozen=True)
 class DualChunkScores:
-    """Three queries over the same keys, whose products become one output in whatever way.
+    """Three queries over the same keys, whose products are combined into one output in any way.
 
     Attributes:
-        products: of the three queries with the keys, in the order of the graph.
+        products: of the three queries with the keys, in graph order.
         weighted: products of weights with the values: one, or one for each query.
-        output: all that is made of the products goes through it; the graph's attention output before the rewrite.
+        output: the only node through which the products reach the rest of the graph; the attention output before the rewrite.
         queries: [1, heads, T, dim] nodes, in the order of `products`.
     """
 
@@ -75,7 +76,7 @@ class DualChunkScores:
 
 @dataclass(frozen=True)
 class ModuleScores:
-    """What a module of the model computes of all tokens, in whatever way; `node` calls it as one op."""
+    """A module of the model computes its output from all tokens in an unknown way; `node` calls it as one op."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,9 @@ class AttentionSite:
         node: produces the attention output [1, q_heads, T, v_dim]; replaced by the rewrite.
         query, key, value: [1, heads, T, dim] nodes; key and value may still be repeated over heads.
         scores: how q.k becomes weights.
-        found_by: the finder's words for `explain`.
-        original: name of the node in the traced graph whose value is the attention's output.
-        original_order: permutes that output to [lead.., T, v_dim].
+        found_by: the finder's name in `explain`.
+        original: name of the traced graph's node that holds the attention's output.
+        original_order: the permutation of that output to [lead.., T, v_dim].
     """
 
     node: fx.Node
@@ -110,7 +111,7 @@ class AttentionSite:
 
 
 def attention_stand_in(query: Tensor, *others: Tensor) -> Tensor:
-    """Holds the place of an attention's output [1, heads, T, v_dim] until the op replaces it; gives a shape, not numbers.
+    """Takes the place of an attention until the op replaces it. Returns an uninitialized output [1, heads, T, v_dim].
 
     The last of `others` is the value [1, heads, T, v_dim].
     """
@@ -118,17 +119,17 @@ def attention_stand_in(query: Tensor, *others: Tensor) -> Tensor:
 
 
 def module_path(node: fx.Node) -> str:
-    """Dotted path of the innermost module that made a node: `model.layers.3.self_attn`, or "" outside any."""
+    """Dotted path of the innermost module that made a node: `model.layers.3.self_attn`; "" outside any module."""
     stack = node.meta.get("nn_module_stack") or {}
     path = next((entry[0] for entry in reversed(list(stack.values()))), "")
-    path = re.sub(r"^(L\['args'\]\[0\]|L\['\w+'\])\.?", "", path)  # `args[0]`: of a decorator around the model's forward
-    path = re.sub(r"\.?__dict__\['_modules'\]\['([^']+)'\]", r".\1", path)  # the module has its own __getattr__
+    path = re.sub(r"^(L\['args'\]\[0\]|L\['\w+'\])\.?", "", path)  # `args[0]`: the model's forward has a decorator
+    path = re.sub(r"\.?__dict__\['_modules'\]\['([^']+)'\]", r".\1", path)  # the module defines __getattr__
     path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
     path = re.sub(r"^_modules\['([^']+)'\]", r"\1", path)
     return re.sub(r"\[(\d+)\]", r".\1", path).strip(".")
 
 
 def modules_of(graph: fx.Graph, names: Collection[str]) -> dict[str, str]:
-    """The module paths of nodes by their names; nothing for nodes outside any module."""
+    """Node name -> module path, for those of `names` that are inside a module."""
     wanted = set(names)
     return {node.name: path for node in graph.nodes if node.name in wanted and (path := module_path(node))}

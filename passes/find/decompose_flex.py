@@ -42,7 +42,7 @@ def _write_out(node: fx.Node) -> None:
     given = arguments_of(node, _PARAMETERS)
     outputs = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
     if len(outputs) != 1 or any(user not in outputs and user.users for user in node.users):
-        raise UnsupportedError(f"{where}: flex_attention's log-sum-exp is used; known is its output alone")
+        raise UnsupportedError(f"{where}: flex_attention's log-sum-exp is used; only its output can be")
     graph, query = node.graph, given["query"]
     heads, kv_heads = (int(shape_of(n)[1]) for n in (query, given["key"]))
     with graph.inserting_before(outputs[0]), value_of(query).fake_mode:
@@ -69,7 +69,7 @@ def _write_out(node: fx.Node) -> None:
 
 
 def _repeated(graph: fx.Graph, node: fx.Node, times: int) -> fx.Node:
-    """Keys or values [1, kv_heads, T, dim] for each query head; `kv_heads` takes this back."""
+    """Keys or values [1, kv_heads, T, dim], repeated for each query head; `kv_heads` undoes this later."""
     if times == 1:
         return node
     _, heads, _, dim = shape_of(node)
@@ -78,7 +78,7 @@ def _repeated(graph: fx.Graph, node: fx.Node, times: int) -> fx.Node:
 
 
 def _inlined(graph: fx.Graph, function: Any, arguments: tuple[Any, ...], where: str) -> Any:
-    """The operations of a score_mod or mask_mod, which is written for scalars, on tensors that broadcast."""
+    """Applies the operations of a score_mod or mask_mod, which is written for scalars, to tensors that broadcast."""
     module = getattr(graph.owning_module, str(function.target))
     results: dict[fx.Node, Any] = {}
     given = iter(arguments)

@@ -28,15 +28,14 @@ from paged_attn.passes.fx.graph_tools import (
 )
 
 QUERIES = 3
-_MAX_DEPTH = 12  # steps from one key to an equal one: transposes and repetitions of heads
+_MAX_DEPTH = 12  # most operations (transposes, repetitions of heads) compared behind two keys
 
 
 def find_dual_chunk(softmaxes: Sequence[fx.Node], form: CallForm) -> tuple[list[AttentionSite], set[fx.Node]]:
-    """Sites of three queries each, and which of the softmaxes they are made of. The graph gains the nodes that give the
-    operands their layout.
+    """Sites of three queries each, and the softmaxes that belong to them. Adds nodes to the graph that bring the operands into layout.
 
     Args:
-        softmaxes: all that are over tokens against tokens.
+        softmaxes: all softmaxes over tokens against tokens.
     """
     sites, taken = [], set[fx.Node]()
     for group in _groups(softmaxes, form):
@@ -51,7 +50,8 @@ _Found = tuple[fx.Node, list[Product]]
 
 
 def _groups(softmaxes: Sequence[fx.Node], form: CallForm) -> list[list[_Found]]:
-    """One softmax over three products, or three with one and a log-sum-exp each, in one module and over the same keys."""
+    """Groups of one softmax over three products, or of three softmaxes with one product and a log-sum-exp each, in one module and over
+    the same keys."""
     groups: list[list[_Found]] = []
     parts: list[_Found] = []
     for softmax in softmaxes:
@@ -104,7 +104,7 @@ def _site(products: list[Product], softmax: fx.Node, form: CallForm) -> Attentio
 
 
 def _weighted(products: Sequence[Product], form: CallForm) -> list[Product]:
-    """The products of weights, made of the scores alone, with values: one, or one for each of the three; none if they are others."""
+    """The products of weights, made of the scores only, with values: one, or one for each query; empty for any other number."""
     scores, found = {product.node for product in products}, []
     for node in products[0].node.graph.nodes:
         if not any(source in scores for source in node.all_input_nodes):
@@ -118,7 +118,7 @@ def _weighted(products: Sequence[Product], form: CallForm) -> list[Product]:
 
 
 def _way_out(products: Sequence[fx.Node], like: fx.Node, form: CallForm) -> fx.Node | None:
-    """The first node of the shape of `like` that all three are needed for, and through which alone they reach the rest of the graph."""
+    """The first node, of the shape of `like`, that depends on all three products and is their only path to the rest of the graph."""
     made_of: dict[fx.Node, set[fx.Node]] = {product: {product} for product in products}
     last = max(user for product in products for user in product.users)  # the last use so far
     node: fx.Node
@@ -128,20 +128,20 @@ def _way_out(products: Sequence[fx.Node], like: fx.Node, form: CallForm) -> fx.N
             continue
         written = written_values(node) - {node}
         if node in made_of or not written <= made_of.keys():
-            return None  # a query is made of another one's scores; or they go where others may read them
+            return None  # a query depends on another query's scores, or scores are written where other nodes may read them
         for each in (node, *written):
             made_of[each] = made_of.get(each, set()) | sources
         if len(sources) == len(products) and last <= node and token_dims(node, form.num_tokens) == 1:
             if sizes_of(node) == sizes_of(like):
                 return node
             if len(sizes_of(node)) <= len(sizes_of(like)):
-                return None  # it is another one's value by now
+                return None  # the value has become part of another one
         last = max(last, *node.users) if node.users else last
     return None
 
 
 def _same(one: fx.Node, other: fx.Node, depth: int = _MAX_DEPTH) -> bool:
-    """Whether two nodes are one, or the same operation on the same nodes, which nothing writes to."""
+    """Whether two nodes are identical, or apply the same operation to the same nodes, none of which is written in place."""
     if one is other:
         return True
     if depth == 0 or one.op not in ("call_function", "call_method") or (one.op, one.target) != (other.op, other.target):

@@ -18,7 +18,7 @@ from paged_attn.passes.fx.graph_tools import is_view, name_of, shape_of, sizes_o
 from paged_attn.passes.fx.token_data import read_inputs, token_axis
 from paged_attn.passes.optimize.linears.sites import Linear, linear_of
 
-NARROW = 2  # a row is kept if keys and values together are more than this many times as wide
+NARROW = 2  # a row is kept only if keys and values together are more than this many times as wide
 _PUT_TOGETHER = {"cat", "concat", "concatenate", "stack", "copy_", "setitem", "clone", "repeat", "repeat_interleave", "new_empty",
                  "empty", "empty_like", "new_zeros"}  # fmt: skip
 _OTHER_SHAPE = {"view", "reshape", "unsqueeze", "squeeze", "contiguous"}
@@ -26,7 +26,7 @@ _OTHER_SHAPE = {"view", "reshape", "unsqueeze", "squeeze", "contiguous"}
 
 @dataclass(frozen=True)
 class LatentSite:
-    """What an attention's keys and values seem to be made of.
+    """The nodes from which an attention's keys and values seem to be made.
 
     Attributes:
         latent: [.., T, rank], other dims 1.
@@ -48,13 +48,13 @@ class LatentSite:
 
 
 class LatentFinder:
-    """Finds the rows of a graph's attentions; create a new one after the graph has changed."""
+    """Finds the latent rows of a graph's attentions. Create a new finder after changing the graph."""
 
     def __init__(self, graph: fx.Graph, form: CallForm) -> None:
         self.form, self.writers = form, writers_of(graph.nodes)
 
     def find(self, site: AttentionSite) -> LatentSite | str:
-        """The row of one attention; or why it has none that can be kept: "" for what does not look like it."""
+        """The latent of one attention, or the reason why none can be kept: "" if the attention does not look latent at all."""
         form = self.form
         made_of, _ = self._sources(site.value, site.node)
         product = linear_of(next(iter(made_of)), form) if len(made_of) == 1 else None
@@ -75,7 +75,7 @@ class LatentFinder:
         others = made_of - {each.node for each in linears}
         rotated = self._shared_row(site, made_of - others, between) if others else None
         if others and rotated is None:
-            return f"the part of its keys that is made of {', '.join(node.name for node in sorted(others))} is no one row per token"
+            return f"the part of its keys that is made of {', '.join(node.name for node in sorted(others))} is not one row per token"
         found = LatentSite(latent, rotated, products)
         both = sum(int(shape_of(each)[1]) * int(shape_of(each)[3]) for each in (site.key, site.value))
         if NARROW * (rank + found.num_rotated) >= both:
@@ -83,7 +83,7 @@ class LatentFinder:
         return found
 
     def _sources(self, node: fx.Node, user: fx.Node, stop: fx.Node | None = None) -> tuple[set[fx.Node], set[fx.Node]]:
-        """What a value is made of, where nothing but layout lies between; and the nodes on the way. `stop` is not looked behind."""
+        """The values that a node only rearranges, and the nodes in between; `stop` counts as such a value."""
         found, seen, pending = set[fx.Node](), set[fx.Node](), [node]
         while pending:
             each = pending.pop()
@@ -103,7 +103,7 @@ class LatentFinder:
         return found, seen
 
     def _shared_row(self, site: AttentionSite, products: set[fx.Node], between: set[fx.Node]) -> fx.Node | None:
-        """The last and narrowest value with one row per token of which, beside the products, the keys are made."""
+        """The narrowest value with one row per token that, together with the products, makes up the keys; the last one if several are."""
         best: tuple[int, fx.Node] | None = None
         for node in sorted(between - products, reverse=True):
             width = self._row_width(node)
@@ -123,7 +123,7 @@ class LatentFinder:
 
 
 def _as_shaped_first(node: fx.Node) -> fx.Node:
-    """Without the views that only add or drop dims of 1."""
+    """Skips views that only add or drop dims of size 1."""
     while node.op == "call_method" and node.target in _OTHER_SHAPE and isinstance(node.args[0], fx.Node):
         source = node.args[0]
         if not isinstance(value_of(source), Tensor) or symbol(shape_of(source)[-1]) != symbol(shape_of(node)[-1]):

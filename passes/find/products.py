@@ -40,12 +40,12 @@ class Product:
 
     @property
     def labels(self) -> str:
-        """What the canonical result [lead..., rows, columns] is labelled."""
+        """Labels of the canonical result [lead..., rows, columns]."""
         return self.lead + self.row + self.column
 
     @property
     def to_canonical(self) -> tuple[int, ...]:
-        """What permutes the node to `labels`."""
+        """The permutation of the node's dims to `labels`."""
         return tuple(self.layout.index(label) for label in self.labels)
 
     @property
@@ -66,11 +66,11 @@ class Product:
 
     @property
     def num_heads(self) -> int:
-        """Product of all lead dims: batch is 1 in a paged call."""
+        """Product of all lead dims, since batch is 1 in a paged call."""
         return math.prod(self.lead_sizes)
 
     def emit_factor(self, which: str, rows: str, columns: str, before: fx.Node) -> fx.Node:
-        """Insert nodes that give the "left" or "right" factor as [1, heads, rows, columns] in front of `before`."""
+        """Inserts nodes before `before` that give the "left" or "right" factor as [1, heads, rows, columns]."""
         node, labels = (self.left, self.left_labels) if which == "left" else (self.right, self.right_labels)
         present = [label for label in self.lead if label in labels]
         order = [labels.index(label) for label in (*present, rows, columns)]
@@ -89,7 +89,7 @@ class Product:
         return node
 
     def emit_result(self, canonical: fx.Node, before: fx.Node) -> fx.Node:
-        """Insert nodes that give a [1, heads, rows, columns] node the layout of `self.node`."""
+        """Inserts nodes that bring a [1, heads, rows, columns] node into the layout of `self.node`."""
         graph = canonical.graph
         order = [self.labels.index(label) for label in self.layout]
         with graph.inserting_before(before):
@@ -109,13 +109,13 @@ def product_of(node: fx.Node) -> Product | None:
 
 
 def score_products(scores: fx.Node, num_tokens: Any) -> list[Product]:
-    """The matrix products in scores [.., T, T] whose factors have a token dim each, in graph order."""
+    """The matrix products that scores [.., T, T] contain and whose factors have one token dim each, in graph order."""
     found: dict[fx.Node, Product] = {}
     pending, seen = [scores], set[fx.Node]()
     while pending:
         node = pending.pop()
         if node in seen or token_dims(node, num_tokens) < 2 or not value_of(node).is_floating_point():
-            continue  # a mask may be made from scores, too, but holds none
+            continue  # a mask may be made from scores but contains none
         seen.add(node)
         product = product_of(node)
         if product is not None and all(token_dims(n, num_tokens) == 1 for n in (product.left, product.right)):
@@ -126,7 +126,7 @@ def score_products(scores: fx.Node, num_tokens: Any) -> list[Product]:
 
 
 def weighted_sums(softmax: fx.Node, num_tokens: Any) -> list[Product]:
-    """The products of a softmax's weights, whatever is done to them before, with something that has one dim of tokens."""
+    """The products of a softmax's weights, after any operations on them, with a tensor that has one token dim."""
     found: dict[fx.Node, Product] = {}
     pending, seen = [softmax], set[fx.Node]()
     while pending:
@@ -144,7 +144,7 @@ def weighted_sums(softmax: fx.Node, num_tokens: Any) -> list[Product]:
 
 
 def other_uses(weights: fx.Node, known: Collection[fx.Node], num_tokens: Any) -> list[fx.Node]:
-    """What is made of weights, with one row for each token, and goes into the graph's output besides `known`."""
+    """Values made from the weights that have one row per token and reach the graph's output, except those in `known`."""
     found, pending, seen = [], [weights], set[fx.Node]()
     while pending:
         node = pending.pop()
@@ -169,10 +169,9 @@ def _reaches_output(node: fx.Node) -> bool:
 
 
 def split_baddbmm(graph: fx.Graph, num_tokens: Any) -> None:
-    """`baddbmm(input, a, b, beta=, alpha=)` of scores or of weights becomes beta * input + alpha * bmm(a, b), so that the product stands
-    alone.
+    """Replaces `baddbmm(input, a, b, beta=, alpha=)` of scores or weights by beta * input + alpha * bmm(a, b).
 
-    With beta=0 the input is not read, as PyTorch has it: a buffer that nobody has filled may hold NaN.
+    With beta=0 the input is not read, as in PyTorch: an unfilled buffer may hold NaN.
     """
     for node in list(graph.nodes):
         if name_of(node) != "baddbmm":
@@ -217,7 +216,7 @@ def _without_ellipsis(labels: str, dims: int, spare: list[str]) -> tuple[str, in
     if "..." not in labels:
         return labels, 0
     width = dims - (len(labels) - 3)
-    return labels.replace("...", "".join(spare[:width][::-1])), width  # aligned at the right, as broadcasting is
+    return labels.replace("...", "".join(spare[:width][::-1])), width  # aligned on the right, as in broadcasting
 
 
 def _matmul(node: fx.Node) -> tuple[fx.Node, fx.Node, str, str, str] | None:
@@ -242,8 +241,8 @@ def _classify(node: fx.Node, left: Any, right: Any, first: str, second: str, out
     summed = [label for label in first + second if label not in output and label not in inner]
     if len(inner) != 1 or summed or not rows or not columns:
         return None
-    # Among several row labels the row is the last that counts tokens, wherever it stands ("bgrts,bsgd->btgrd"); the others (a group of
-    # query heads) act as lead dims.
+    # If there are several row labels, the row is the last one that counts tokens, wherever it stands ("bgrts,bsgd->btgrd"); the others
+    # (a group of query heads) become lead dims.
     of_tokens = [label for label, size in zip(first, shape_of(left), strict=True) if label in rows and not isinstance(size, int)]
     row, column = max(of_tokens or rows, key=output.index), columns[-1]
     lead = "".join(label for label in output if label not in (row, column))

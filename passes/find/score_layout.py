@@ -17,7 +17,7 @@ from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, shape
 
 
 def token_axes(softmax: fx.Node, num_tokens: Any) -> tuple[int, int] | None:
-    """The dims of queries and keys of a softmax over T keys (or one more, a sink) of each of T queries; None for any other."""
+    """The dims of queries and keys of a softmax over T keys (or T + 1, with a sink) for T queries; None for any other softmax."""
     shape, dim = shape_of(softmax), argument_of(softmax, 1, "dim")
     if not isinstance(dim, int) or not -len(shape) <= dim < len(shape) or token_dims(softmax, num_tokens) < 2:
         return None
@@ -27,7 +27,7 @@ def token_axes(softmax: fx.Node, num_tokens: Any) -> tuple[int, int] | None:
 
 
 def bring_to_layout(softmax: fx.Node, num_tokens: Any) -> fx.Node:
-    """The softmax itself, or the one that takes its place."""
+    """Returns the softmax, or its replacement in the new layout."""
     axes, rank = token_axes(softmax, num_tokens), len(shape_of(softmax))
     assert axes is not None
     if axes == (rank - 2, rank - 1):
@@ -55,7 +55,7 @@ def bring_to_layout(softmax: fx.Node, num_tokens: Any) -> fx.Node:
 
 
 def relabel(product: Product, left_labels: str, layout: str) -> Product:
-    """Compute a product from its left factor, and into a result, with these labels; what uses it gets the layout that it had."""
+    """Replaces a product by an einsum with these labels for its left factor and result. Its users still get the old layout."""
     graph, node, left = product.node.graph, product.node, product.left
     with graph.inserting_before(node):
         if left_labels != product.left_labels:

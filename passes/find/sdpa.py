@@ -31,7 +31,7 @@ def find_sdpa(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
 
 
 def _within_tokens(node: fx.Node, form: CallForm) -> bool:
-    """Whether it attends within each token (over layers or parts of it): tokens are among its batch dims, not its queries or keys."""
+    """Whether it attends within each token (over layers, or parts of a token): the tokens are in a batch dim, not queries or keys."""
     operands = [n for n in (*node.args[:3], *node.kwargs.values()) if isinstance(n, fx.Node) and isinstance(value_of(n), Tensor)]
     shapes = [shape_of(n) for n in operands[:3]]
     lengths_fixed = not any(depends_on(size, form.num_tokens) for shape in shapes for size in shape[-2:])
@@ -51,9 +51,9 @@ def _site(node: fx.Node, form: CallForm) -> AttentionSite:
     more = lengths[1] - lengths[0]
     if not form.reason and lengths[0] == form.num_tokens and more.is_Integer and more > 0:
         words = (
-            f"{where}: {shapes[0][-2]} tokens attend to {shapes[1][-2]} keys: beside the tokens' there are {more} that the module or a "
-            "cache brings (prefix tuning, a null or zero key), which have no place in pages. LLM(model) runs a module that brings its own "
-            "as it is, on all tokens; otherwise run the model without paged_attn."
+            f"{where}: {shapes[0][-2]} tokens attend to {shapes[1][-2]} keys. The {more} keys that belong to no token come from the module "
+            "or a cache (prefix tuning, a null or zero key) and have no place in pages. LLM(model) runs a module that brings its own keys "
+            "unchanged, on all tokens; otherwise run the model without paged_attn."
         )
         raise UnknownAttention(module_path(node), words) if form.positions is not None else CallNotPaged(words)
     if lengths[0] != lengths[1]:
@@ -66,7 +66,7 @@ def _site(node: fx.Node, form: CallForm) -> AttentionSite:
         raise UnsupportedError(f"{where}: it attends over {shapes[0][-2]} positions, not over the {form.num_tokens} tokens of the call")
     scale = given.get("scale")
     if isinstance(scale, fx.Node):
-        raise UnsupportedError(f"{where}: its scale ({scale.name}) is computed in the graph, from the number of tokens; known is a number")
+        raise UnsupportedError(f"{where}: its scale ({scale.name}) is computed from the number of tokens; it must be a constant")
     scores = SdpaScores(
         given.get("attn_mask"), bool(given.get("is_causal", False)), float(scale) if scale is not None else 1.0 / math.sqrt(shapes[0][-1])
     )
@@ -76,7 +76,7 @@ def _site(node: fx.Node, form: CallForm) -> AttentionSite:
 
 
 def _in_four_dims(node: fx.Node, given: dict[str, Any], scores: SdpaScores, where: str) -> AttentionSite:
-    """The site of the same call with all dims in front of the tokens as one dim of heads."""
+    """The site of the same call, with all dims in front of the tokens merged into one dim of heads."""
     graph, operands = node.graph, [given[name] for name in _PARAMETERS[:3]]
     shapes = [shape_of(operand) for operand in operands]
     lead = [max(sizes, key=lambda size: size != 1) for sizes in zip(*(shape[:-2] for shape in shapes), strict=True)]

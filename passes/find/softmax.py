@@ -34,7 +34,7 @@ _SOFTMAX = {
 
 
 def find_softmax(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
-    """Every written-out attention of a paged call, in order; `graph` gains the nodes that give q, k, v and the result their layout.
+    """Every written-out attention of a paged call, in order. Adds nodes to `graph` that bring q, k, v and the result into layout.
 
     Raises:
         UnknownAttention: scores of tokens against tokens whose products cannot be found; the message names the module.
@@ -60,7 +60,7 @@ class _Walk:
 
     softmax: fx.Node
     form: CallForm
-    of_weights: Product | None  # the product with values, if this softmax stands for weights that the model computes otherwise
+    of_weights: Product | None  # the product with values, if this softmax stands in for weights that the model computes in another way
 
     @property
     def where(self) -> str:
@@ -75,7 +75,7 @@ class _Walk:
         )
 
     def scores(self) -> fx.Node:
-        """What the softmax is taken of."""
+        """The input of the softmax."""
         node, dim = argument_of(self.softmax, 0, "input"), argument_of(self.softmax, 1, "dim")
         assert isinstance(node, fx.Node)
         if dim not in (-1, len(shape_of(node)) - 1):
@@ -131,7 +131,7 @@ def _site(softmax: fx.Node, form: CallForm, of_weights: Product | None) -> Atten
     if part != products.num_heads:
         raise walk.refusal(f"its softmax runs over {part} of the {products.num_heads} heads of its scores")
     lse = walk.log_sum_exp()
-    # What uses the log-sum-exp may come before the weights meet the values; the op that gives both must come before that.
+    # The log-sum-exp may be used before the weights meet the values; the op, which computes both, must come before either use.
     before = lse or output.node
     if not move_before(before, (products.left, products.right, output.right)):
         raise walk.refusal("its values are made from the logsumexp of its scores")

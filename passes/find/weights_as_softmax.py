@@ -21,21 +21,21 @@ from paged_attn.passes.fx.graph_tools import bases_of, call_with_value, is_writt
 from paged_attn.passes.fx.slicing import ancestors
 
 _SCALED = {"div", "truediv", "true_divide", "divide", "mul", "multiply"}
-NOISE = 32  # roundings; a smaller remainder counts as zero
+NOISE = 32  # roundings; smaller remainders count as zero
 
 
 def log_weights(weights: Tensor) -> Tensor:
-    """[.., T, T + 1]: scores whose softmax is `weights` [.., T, T]; the last column, a sink, has what they lack of 1."""
+    """[.., T, T + 1]: scores whose softmax is `weights` [.., T, T]; the last column, a sink, is the logarithm of 1 - their sum."""
     rest = 1 - weights.double().sum(-1, keepdim=True)
     rest = rest * (rest > NOISE * torch.finfo(weights.dtype).eps)
     return torch.cat([weights, rest.to(weights.dtype)], -1).log()
 
 
 def softmaxes_of_weights(graph: fx.Graph, softmaxes: set[fx.Node], num_tokens: Any) -> dict[fx.Node, Product]:
-    """New softmaxes, each with the product of the weights that it stands for with values.
+    """Adds a softmax to the graph for each product of values with weights that no softmax makes; returns softmax -> that product.
 
     Args:
-        softmaxes: those over tokens against tokens that the graph has.
+        softmaxes: the graph's own softmaxes over tokens against tokens.
     """
     found: dict[fx.Node, Product] = {}
     for product in _weighted(graph, softmaxes, num_tokens):
@@ -47,7 +47,7 @@ def softmaxes_of_weights(graph: fx.Graph, softmaxes: set[fx.Node], num_tokens: A
 
 
 def _weighted(graph: fx.Graph, softmaxes: set[fx.Node], num_tokens: Any) -> list[Product]:
-    """Products with values, of what is made of q.k without a softmax."""
+    """Products of values with tensors that are made of q.k without a softmax."""
     bare, behind = set[fx.Node](), set(softmaxes)
     found = []
     for node in graph.nodes:
@@ -67,7 +67,7 @@ def _weighted(graph: fx.Graph, softmaxes: set[fx.Node], num_tokens: Any) -> list
 
 
 def _in_layout(product: Product, num_tokens: Any) -> Product:
-    """With queries and keys as the last two dims of the weights, and of the products that they are made of."""
+    """The product with queries and keys as the last two dims of its weights, and of the products that these are made of."""
     labels = product.lead + product.row + product.inner
     if product.left_labels == labels:
         return product

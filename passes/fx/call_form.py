@@ -29,7 +29,7 @@ Values = dict[fx.Node, Any]  # by placeholder: the real tensor or number passed 
 
 
 class CallNotPaged(Exception):
-    """This call of the model cannot run a paged batch, though the model may: it runs as it was written, outside forward contexts."""
+    """This call cannot run as a paged batch, though the model may: it runs unchanged, outside forward contexts."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class CallForm:
         roles: per placeholder: "tokens" (T itself), "input_ids", "position_ids", "logits_rows", "num_logits", "owned" (parameters,
             buffers, tensors of the module) or "call:NAME" for any other input of the call.
         reason: why a paged batch cannot run through this graph, or "".
-        max_tokens: the longest call for which the trace holds, or None if it holds for all. Where the model has no more positions
-            than that, it is not a `reason`.
-        known_min_tokens: `min_tokens` of a graph from disk, whose inputs do not tell it.
+        max_tokens: the longest call for which the trace holds, or None if it holds for all. Only a `reason` if the model has more
+            positions than that.
+        known_min_tokens: `min_tokens` for a graph from disk, where it cannot be read off the inputs.
     """
 
     num_tokens: Any
@@ -74,12 +74,12 @@ def find_call_form(graph: fx.Graph, limited: bool = False) -> CallForm:
     """Read the call form off the placeholders of a Dynamo graph.
 
     Args:
-        limited: the model has no more positions than the trace allows, so that a bound is no reason to trace a longer call.
+        limited: the model has no more positions than the trace allows, so tracing a longer call would not help.
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     named = {input_name(node): node for node in placeholders if isinstance(value_of(node), Tensor) and not is_owned(node)}
     ids = next((named[name] for name in ("input_ids", "inputs_embeds") if name in named), None)
-    if ids is None:  # a positional call: the only table of token ids, if there is just one
+    if ids is None:  # a positional call: take the only table of token ids
         tables = [node for name, node in named.items() if name not in _NO_TOKENS and _is_table_of_ids(value_of(node))]
         ids = tables[0] if len(tables) == 1 else None
     if ids is None:
@@ -99,7 +99,7 @@ def _is_table_of_ids(value: Tensor) -> bool:
 
 
 def ends_with_a_table(graph: fx.Graph, ids: fx.Node, rows: int) -> bool:
-    """Whether T rows of a tensor with about `rows` rows are read otherwise than by token id: the model has no more positions."""
+    """Whether T rows are read from a table of about `rows` rows other than by token id: then the model has no more positions."""
     tokens = symbol(value_of(ids).shape[-1])
     for node in graph.nodes:
         value = value_of(node)
@@ -131,7 +131,7 @@ def _reason(batch: Any, tokens: Any, max_tokens: int | None, named: dict[str, fx
 
 
 def _fixed_length(size: Any) -> str:
-    """Why the trace holds for one length alone, where no range of T says so: its code made a number of T in Python, as `math.log` does."""
+    """Why the trace holds for one length only though T has no range: the model made a Python number of T, as `math.log` does."""
     if not isinstance(size, SymInt) or not isinstance(size.node.expr, sympy.Symbol):
         return ""
     traced = int(size.node.hint)
@@ -184,7 +184,7 @@ def input_name(node: fx.Node) -> str:
 
 
 class ReadValues(dict[fx.Node, Any]):
-    """A dict that keeps in `read` whose values somebody took: what a proof says depends on those tensors' numbers, and on no others'."""
+    """A dict that records in `read` which values were taken: a proof depends on the contents of those tensors only."""
 
     def __init__(self, values: dict[fx.Node, Any]) -> None:
         super().__init__(values)

@@ -15,7 +15,7 @@ from paged_attn.passes.fx.graph_tools import of_module, source_name, value_of
 
 
 def specialise_numbers(original: fx.Graph, copied: fx.Graph) -> int:
-    """Rewrite `copied` in place (its placeholders' sources are read off `original`); returns how many nodes became constants."""
+    """Rewrites `copied` in place (sources are read off `original`'s placeholders); returns the number of nodes that became constants."""
     count = 0
     sizes = [n for n in original.nodes if n.op == "placeholder" and isinstance(value_of(n), SymInt) and not of_module(source_name(n))]
     of_call = {part for size in sizes for part in value_of(size).node.expr.free_symbols}

@@ -63,7 +63,7 @@ def _always_writes(target: Any) -> bool | None:
 
 
 def _has_inplace_flag(node: fx.Node) -> bool:
-    """As activations of torch.nn.functional have it: `relu(x, inplace=True)`."""
+    """Whether it is called with `inplace=True`, which activations of torch.nn.functional accept."""
     flag_index = _index_of_inplace(node.target)
     return flag_index is not None and bool(argument_of(node, flag_index, "inplace"))
 
@@ -77,10 +77,10 @@ def _index_of_inplace(function: Any) -> int | None:
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
-    """Dead-code elimination that keeps every in-place operation on something that lives, also through views.
+    """Dead-code elimination that keeps in-place operations on live values, also through views.
 
-    `graph.eliminate_dead_code()` alone drops unused in-place methods, which silently changed logits (docs/design/passes.md). An
-    in-place operation on something dead goes too, so that the mask of a replaced attention leaves no residue.
+    `graph.eliminate_dead_code()` drops unused in-place methods, which silently changed logits (docs/design/passes.md). In-place
+    operations on dead values are removed too, so nothing of a replaced attention's mask remains.
     """
     writers = writers_of(graph.nodes)
     live: set[fx.Node] = {node for node in graph.nodes if node.op in ("output", "placeholder") or _has_effect(node)}
@@ -101,7 +101,7 @@ def _has_effect(node: fx.Node) -> bool:
 
 
 def written_values(node: fx.Node) -> set[fx.Node]:
-    """The values that an in-place node changes: its targets, and whatever those are views of; nothing for any other node."""
+    """The values that an in-place node changes: its targets, and the bases of those that are views; empty for any other node."""
     if not writes_in_place(node):
         return set()
     if overloads := overloads_of(node.target):
@@ -127,7 +127,7 @@ Writers = dict[fx.Node, list[fx.Node]]
 
 
 def writers_of(nodes: Iterable[fx.Node]) -> Writers:
-    """For each value that one of the nodes changes in place, what changes it."""
+    """The in-place nodes among `nodes`, by the values they change."""
     writers: Writers = {}
     for node in nodes:
         for value in written_values(node):
@@ -136,7 +136,7 @@ def writers_of(nodes: Iterable[fx.Node]) -> Writers:
 
 
 def bases_of(values: Iterable[fx.Node]) -> set[fx.Node]:
-    """The values, and whatever those are views of."""
+    """The values, and all values that they are views of."""
     found, pending = set[fx.Node](), list(values)
     while pending:
         value = pending.pop()
@@ -149,12 +149,12 @@ def bases_of(values: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _share_memory(one: fx.Node, other: fx.Node) -> bool:
-    """Whether any of what Dynamo saw there lay in the same memory; False where it says nothing."""
+    """Whether the traced values of two nodes overlap in memory; False if a node has no traced value."""
     return not storages_of([one]).isdisjoint(storages_of([other]))
 
 
 def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
-    """The memory in which lay what Dynamo saw there."""
+    """The storages of the nodes' traced tensors."""
     values = [value if isinstance(value, (tuple, list)) else (value,) for value in map(value_of, nodes)]
     return {_unwrapped(tensor).untyped_storage()._cdata for tensors in values for tensor in tensors if isinstance(tensor, Tensor)}
 
@@ -183,31 +183,31 @@ def arguments_of(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
 
 
 def argument_of(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
-    """One of them, which may be given by its place or by its name."""
+    """One argument, passed by position or by name."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node computes nothing, by its name: it is another view of its first argument, or a part of it."""
+    """Judged by its name: whether a node returns its first argument or a part of it, without computing anything."""
     return _may_alias(node) and not writes_in_place(node)
 
 
 def behind_views(node: Any) -> Any:
-    """The value that a node is a view of, whatever views lie between; itself if it is none."""
+    """Follows views back to the value they show; the node itself if it is no view."""
     while isinstance(node, fx.Node) and is_view(node) and node.args:
         node = node.args[0]
     return node
 
 
 def _may_alias(node: fx.Node) -> bool:
-    """Whether a node's result may share memory with its first argument, by its name: views, and in-place operations, which return it."""
+    """Judged by its name: whether a result may share memory with the first argument, as for views and in-place operations."""
     named = name_of(node) in _VIEWS or node.target in (operator.getitem, getattr)
     return node.op in ("call_function", "call_method") and (named or writes_in_place(node))
 
 
 def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
-    """A GraphModule with its own graph and the same parameters, so that the original stays runnable. Code is written when the
-    copy is called: most are only split, or run node by node."""
+    """A GraphModule with its own graph and the same parameters. Its code is only generated when it is called, since most copies are
+    split, or run node by node."""
     copied = _LazyGraphModule(gm, copy.deepcopy(gm.graph))
     for old, new in zip(gm.graph.nodes, copied.graph.nodes, strict=True):
         new.meta[_COPY_OF] = old.name
@@ -215,18 +215,18 @@ def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def copied_from(node: fx.Node) -> str | None:
-    """The name that a node had in the graph that was copied; None for one that a pass made."""
+    """The name of the node in the original graph; None for a node that a pass made."""
     return node.meta.get(_COPY_OF)
 
 
 def written_names(graph: fx.Graph) -> set[str]:
-    """The names of nodes that something in the graph writes to, there or in the graph that it is a copy of."""
+    """The names of nodes that are written in place; in a copy, the original's names."""
     return {str(node.meta.get(_COPY_OF, node.name)) for node in writers_of(graph.nodes)}
 
 
 def same_values(original: fx.Graph, rewritten: fx.Graph) -> dict[str, str]:
-    """Nodes of a rewritten copy that compute what they computed in the original, each by its name in both. None of those that something
-    writes to: what they hold depends on when one looks."""
+    """Maps names in a rewritten copy to names in the original, for nodes that compute the same. Leaves out nodes that are written in
+    place, whose values depend on when they are read."""
     written = written_names(original) | written_names(rewritten)
     named = {node.name: node.meta[_COPY_OF] for node in rewritten.nodes if _COPY_OF in node.meta}
     return {name: before for name, before in named.items() if before not in written}
@@ -242,17 +242,17 @@ def source_name(placeholder: fx.Node) -> str:
 
 
 def of_module(source: str) -> bool:
-    """Whether a source lies in the module whose forward is traced; below a decorator of its forward, that is `args[0]`."""
+    """Whether a source belongs to the traced module. If its forward is decorated, the module is `args[0]`."""
     return _OF_MODULE.match(source) is not None
 
 
 def value_of(node: Any) -> Any:
-    """What Dynamo saw at this node: a fake tensor, a SymInt, or the constant itself."""
+    """The traced value of a node: a fake tensor, a SymInt, or the constant itself."""
     return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else node
 
 
 def dtype_of(node: fx.Node) -> torch.dtype | None:
-    """The dtype of a node's tensor, as traced; also in a graph from disk, which has no fake tensors. None for anything else."""
+    """The dtype of a node's traced tensor, also in a graph from disk, which has no fake tensors; None if it is not a tensor."""
     value = value_of(node)
     return value.dtype if isinstance(value, Tensor) else node.meta.get(TRACED_DTYPE)
 
@@ -262,25 +262,25 @@ def shape_of(node: fx.Node) -> tuple[Any, ...]:
 
 
 def sizes_of(node: Any) -> tuple[Any, ...]:
-    """The shape of a node's tensor in ints and `symbol`s; () for anything else."""
+    """The shape of a node's tensor as ints and sympy expressions; () if it is not a tensor."""
     value = value_of(node)
     return tuple(symbol(size) for size in value.shape) if isinstance(value, Tensor) else ()
 
 
 def symbol(size: Any) -> Any:
-    """The sympy expression of a symbolic size, or the int itself; comparing these installs no guard."""
+    """The sympy expression of a symbolic size, or the int itself; comparing these adds no guard."""
     expression = size.node.expr if isinstance(size, SymInt) else size
     return int(expression) if getattr(expression, "is_Integer", False) else expression
 
 
 def token_dims(node: Any, token_symbol: Any) -> int:
-    """How many dims of a node's tensor depend on the number of tokens; 0 for anything else."""
+    """How many dims of a node's tensor depend on the number of tokens; 0 if it is not a tensor."""
     value = value_of(node)
     return sum(depends_on(size, token_symbol) for size in value.shape) if isinstance(value, torch.Tensor) else 0
 
 
 def size_at(size: Any, tokens: Any, length: int) -> int:
-    """A size of the traced call in one of `length` tokens."""
+    """A traced size in a call of `length` tokens."""
     return int(symbol(size).subs(tokens, length)) if depends_on(size, tokens) else int(size)
 
 
@@ -290,22 +290,22 @@ def shape_at(node: Any, tokens: Any, length: int) -> list[int]:
 
 
 def call(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any = None) -> Any:
-    """What a function's or method's node does, or would do with another target."""
+    """Runs a function's or method's node on these arguments, or calls another `target` in its place."""
     target = node.target if target is None else target
     return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
 
 
 def call_with_value(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a call of a function (or, by name, of a method) with its example value, and the module of its first input."""
+    """Inserts a call of a function (or, by name, of a method), with its example value and the module stack of its first input."""
     values, keywords = fx.map_arg(args, value_of), fx.map_arg(kwargs, value_of)
     function = getattr(values[0], target) if isinstance(target, str) else target
-    with enable_python_dispatcher():  # composite operations on symbolic sizes need it (torch 2.11)
+    with enable_python_dispatcher():  # needed by composite operations on symbolic sizes (torch 2.11)
         value = function(*(values[1:] if isinstance(target, str) else values), **keywords)
     return call_of_value(graph, value, target, *args, **kwargs)
 
 
 def call_of_value(graph: fx.Graph, value: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """The same where the example value is known."""
+    """`call_with_value` for a known example value."""
     node = graph.call_method(target, args, kwargs) if isinstance(target, str) else graph.call_function(target, args, kwargs)
     node.meta["example_value"] = value
     source = next((a for a in args if isinstance(a, fx.Node)), None)
@@ -315,8 +315,8 @@ def call_of_value(graph: fx.Graph, value: Any, target: Any, *args: Any, **kwargs
 
 
 def move_before(anchor: fx.Node, wanted: Iterable[fx.Node]) -> bool:
-    """Move `wanted`, and what they are made from, in front of `anchor` where they come after it; False, and nothing moved, if they are made
-    from `anchor` or something is written in place on the way."""
+    """Moves `wanted`, and everything they depend on, in front of `anchor`. Returns False and moves nothing if they depend on `anchor`, or
+    if this would move an in-place operation."""
     late, pending = set[fx.Node](), list(wanted)
     while pending:
         node = pending.pop()
@@ -331,7 +331,7 @@ def move_before(anchor: fx.Node, wanted: Iterable[fx.Node]) -> bool:
 
 
 def as_traced(value: Any) -> Any:
-    """A symbolic number as it was in the traced call, anything else as it is; reading it so installs no guard."""
+    """The traced value of a symbolic number, without adding a guard; any other value unchanged."""
     return value.node.hint if isinstance(value, (SymInt, SymFloat)) else value
 
 
@@ -341,7 +341,7 @@ def depends_on(size: Any, token_symbol: Any) -> bool:
 
 
 def add_buffer(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
-    """A node at the graph's insertion point whose value is this tensor, which the graph's module keeps under that name."""
+    """Registers a tensor as a buffer of the graph's module; returns a get_attr node for it at the graph's insertion point."""
     assert graph.owning_module is not None
     graph.owning_module.register_buffer(name, value, persistent=False)
     return graph.get_attr(name)

@@ -13,10 +13,10 @@ from torch import Tensor, fx
 
 from paged_attn.passes.fx.graph_tools import op_name
 
-LARGEST_SHOWN = 20  # numbers up to this size show on the probes unscaled
+LARGEST_SHOWN = 20  # numbers up to this size have an effect on the probes unscaled
 NO_LIMIT = 1 << 40  # stands for finfo.min, inf, and the end of an open slice
-HIDES = -9984.0  # an additive mask hides at and below this: -1e4 as bfloat16 has it
-SMALL_TENSOR = 32  # a tensor of so few elements holds parameters of the mask rather than a table of positions
+HIDES = -9984.0  # an additive mask hides at this value and below: -1e4 in bfloat16
+SMALL_TENSOR = 32  # tensors of at most this many elements hold parameters of the mask, larger ones a table of positions
 
 _SCALED = {"add", "sub", "rsub", "subtract", "mul", "multiply", "floordiv", "floor_divide", "truediv", "true_divide", "div", "divide",
            "mod", "remainder", "fmod", "neg", "lt", "le", "gt", "ge", "eq", "ne", "less", "less_equal", "greater", "greater_equal",
@@ -34,14 +34,14 @@ _POWERS = {"lshift", "rshift", "bitwise_left_shift", "bitwise_right_shift", "pow
 
 
 def scaled_number(node: fx.Node, value: Any) -> int | None:
-    """The size of a direct argument of `node` that is scaled on probes, or None."""
+    """The absolute value of a direct argument of `node` that is scaled on probes; None if it is not scaled."""
     if not _is_large(value) or value != int(value) or op_name(node) not in _SCALED or _is_harmless(node, value):
         return None
     return abs(int(value))
 
 
 def scaled_numbers(nodes: list[fx.Node]) -> list[int]:
-    """All of them, sorted."""
+    """The scaled numbers of all nodes, sorted."""
     arguments = ((node, value) for node in nodes for value in (*node.args, *node.kwargs.values()))
     return sorted({size for node, value in arguments if (size := scaled_number(node, value)) is not None})
 
@@ -50,7 +50,7 @@ def hidden_numbers(nodes: list[fx.Node], owned: dict[fx.Node, Tensor], shown: in
     """Words for each large number that no probe can show: in an unknown operation, nested, fractional, or in a small tensor.
 
     Args:
-        shown: a factor of 1 / shown or more shows on the probes as it is, where what is multiplied with it is added and no more.
+        shown: factors down to 1 / shown are visible on the probes, provided that their products are only added.
     """
     found, among = [], set(nodes)
     for node in nodes:
@@ -69,9 +69,9 @@ def hidden_numbers(nodes: list[fx.Node], owned: dict[fx.Node, Tensor], shown: in
 
 
 def _is_added(factor: fx.Node, among: set[fx.Node]) -> bool:
-    """Whether a product reaches the scores through sums and copies alone: nothing compares, rounds or bounds it on the way.
+    """Whether a product reaches the scores through sums and copies only, with no comparison, rounding or bound on the way.
 
-    A tensor of factors (ALiBi's slopes, written out) is first multiplied with something, once.
+    A tensor of factors (such as written-out ALiBi slopes) may be multiplied once first.
     """
     if op_name(factor) not in _FACTORS:
         return False
@@ -91,7 +91,7 @@ def _is_added(factor: fx.Node, among: set[fx.Node]) -> bool:
 
 
 def _bounds_hidden(node: fx.Node) -> bool:
-    """Whether it only raises -inf to what hides, too: `torch.max(scores, torch.tensor(finfo.min))`."""
+    """Whether it only raises -inf to a value that still hides: `torch.max(scores, torch.tensor(finfo.min))`."""
     if op_name(node) not in ("max", "maximum") or len(node.args) != 2 or node.kwargs:
         return False
     bound = node.args[1]
@@ -99,7 +99,7 @@ def _bounds_hidden(node: fx.Node) -> bool:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node's numbers are the sizes of its result."""
+    """Whether a node's literals are the sizes of its result."""
     return op_name(node) in _SIZES
 
 
@@ -108,7 +108,7 @@ def _is_large(value: Any) -> bool:
 
 
 def _is_harmless(node: fx.Node, value: int | float) -> bool:
-    """A size of a tensor, or what an additive mask hides with (`(1 - mask) * -10000.0`)."""
+    """Whether it is a tensor's size, or the value with which an additive mask hides (`(1 - mask) * -10000.0`)."""
     name = op_name(node)
     if is_size(node):
         return True

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-PADDING = 1024  # rows at most that a table has beyond the vocabulary, so that it divides well
+PADDING = 1024  # most rows by which a padded embedding table exceeds the vocabulary
 
 
 def text_config(model: nn.Module | None) -> Any:
@@ -23,15 +23,15 @@ def max_positions(model: nn.Module | None) -> int | None:
 
 
 def model_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of its first floating parameter; float32 if it has none."""
+    """The dtype of the first floating-point parameter; float32 if there is none."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """The device of its first tensor; the CPU if it has none."""
+    """The device of the first parameter or buffer; the CPU if there is none."""
     return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
 
 
 def is_vocabulary(width: int, rows: int) -> bool:
-    """Whether logits of so many numbers can be over the ids of a table of so many rows: as many, or a few less if the table is padded."""
+    """Whether logits of this width can belong to an embedding table of this many rows: equal, or slightly less if it is padded."""
     return 0 <= rows - width < min(width, PADDING)

@@ -12,7 +12,7 @@ from torch import SymInt, Tensor, fx
 from paged_attn.passes.fx.graph_tools import call, depends_on, name_of, symbol, token_dims, value_of
 
 LENGTHS = (5, 7)
-# What an operation raises that does not fit its arguments.
+# Raised by operations whose arguments do not fit.
 MISFITS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
 
 
@@ -26,20 +26,20 @@ class Rows:
 
     @property
     def kind(self) -> tuple[int, int]:
-        """The same for layouts that differ in their axis only."""
+        """Equal for layouts that differ only in their axis."""
         return self.before, self.after
 
 
-SIZES = "sizes"  # instead of a layout: numbers read off a tensor's shape
+SIZES = "sizes"  # in place of a layout: numbers read off a tensor's shape
 
 
 def reads_sizes(node: fx.Node) -> bool:
-    """Whether a node's value are sizes of a tensor."""
+    """Whether a node returns sizes of a tensor."""
     return name_of(node) in ("size", "sym_size") and not isinstance(value_of(node), Tensor)
 
 
 def times(size: Any, tokens: Any) -> int | None:
-    """How often T goes into a size: 0 if the size does not depend on T, None if the size is not a multiple of it."""
+    """The factor k of a size k * T: 0 if the size does not depend on T, None if it is not a multiple of T."""
     if not depends_on(size, tokens):
         return 0
     quotient = symbol(size) / tokens
@@ -47,7 +47,7 @@ def times(size: Any, tokens: Any) -> int | None:
 
 
 def row_axis(value: Any, tokens: Any) -> tuple[int, int] | None:
-    """The one axis of a tensor that depends on T, and how often T goes into it."""
+    """The one axis of a tensor that depends on T, and k where its size is k * T."""
     if not isinstance(value, Tensor):
         return None
     found = [(axis, count) for axis, size in enumerate(value.shape) if (count := times(size, tokens)) != 0]
@@ -55,20 +55,20 @@ def row_axis(value: Any, tokens: Any) -> tuple[int, int] | None:
 
 
 def plain_rows(value: Any, tokens: Any) -> Rows | None:
-    """The layout of a tensor of which nothing is known but that it has one axis of T rows."""
+    """The layout of a tensor with one axis of T rows, without looking at how it was made."""
     found = row_axis(value, tokens)
     return Rows(found[0]) if found is not None and found[1] == 1 else None
 
 
 def has_rows(value: Any, tokens: Any) -> bool:
-    """Whether something in a tensor, or in a tuple of tensors, depends on T."""
+    """Whether a tensor, or one in a tuple of tensors, depends on T."""
     if isinstance(value, (tuple, list)):
         return any(has_rows(each, tokens) for each in value)
     return token_dims(value, tokens) > 0
 
 
 def with_tokens(value: Any, tokens: Any, length: int) -> Any:
-    """A number, or a tuple of numbers, for T = `length`. Raises ValueError for one that depends on another symbol."""
+    """A number, or a tuple of numbers, for T = `length`. Raises ValueError if another symbol is involved."""
     if isinstance(value, (tuple, list)):
         return type(value)(with_tokens(each, tokens, length) for each in value)
     if not isinstance(value, SymInt):
@@ -81,12 +81,12 @@ def with_tokens(value: Any, tokens: Any, length: int) -> Any:
 
 
 def moved_rows(node: fx.Node, given: Mapping[fx.Node, Rows], tokens: Any) -> Any:
-    """The layout, or the layouts, of what an operation gives that moves or repeats numbers; None if rows do not stay together.
+    """The layout(s) of the output of an operation that moves or repeats numbers; None if rows do not stay together.
 
-    Every row must be made of the same elements of the same row of the operands, whatever T is.
+    Every output row must be made of the same elements of the same row of the operands, whatever T is.
 
     Args:
-        given: the layouts of all tensors that the operation takes.
+        given: the layouts of all tensor operands.
     """
     if not given:
         return None
@@ -106,7 +106,7 @@ def moved_rows(node: fx.Node, given: Mapping[fx.Node, Rows], tokens: Any) -> Any
 
 
 def _on_distinct_numbers(node: fx.Node, given: Mapping[fx.Node, Rows], tokens: Any, length: int) -> tuple[Any, int]:
-    """What an operation makes of operands that hold distinct numbers, and by how much those of one row differ from those of the next."""
+    """The operation's result on operands that hold distinct numbers, and the difference between these numbers in successive rows."""
     shapes = {each: [int(with_tokens(size, tokens, length)) for size in value_of(each).shape] for each in given}
     widths = {each: torch.Size(shape).numel() // length for each, shape in shapes.items()}
     step, start, known = sum(widths.values()) + 1, 0, dict[fx.Node, Tensor]()
@@ -128,7 +128,7 @@ def _numbered(shape: list[int], layout: Rows, length: int, step: int, start: int
 
 
 def _layouts(made: Any, traced: Any, step: int, tokens: Any, length: int) -> dict[Rows, list[int]]:
-    """All layouts in which the numbers of `made` are the same in every row, with those of row 0."""
+    """All layouts under which every row of `made` holds the same numbers up to its row offset, each with row 0's numbers."""
     axis = row_axis(traced, tokens)
     if axis is None or not isinstance(made, Tensor) or made.dtype != torch.int64:
         return {}

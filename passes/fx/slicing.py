@@ -13,7 +13,7 @@ from paged_attn.passes.fx.graph_tools import Writers, call, writers_of
 from paged_attn.passes.fx.token_data import read_inputs
 
 MAX_NODES = 4000
-OPERATION = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest value: both sides may compute in the graph's own dtype
+OPERATION = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest value: both sides may compute in the graph's dtype
 OPERATION_16_BIT = 3e-2
 
 
@@ -25,13 +25,13 @@ def ancestors(
     *,
     through_shapes: bool = True,
 ) -> list[fx.Node]:
-    """Every node that these are made from, themselves included, in graph order, with the in-place writes to any of them before `user`.
+    """The backward slice of these nodes, themselves included, in graph order, with in-place writes to any of its nodes before `user`.
 
     Args:
-        user: where the value is needed: a mask may be filled in place after it was made.
-        stop: these are included but not looked behind.
-        writers: of the graph, if they are known.
-        through_shapes: else without what only lends its shape, and without what wrote the nodes in `stop`: both are to be given.
+        user: where the value is used: a mask may be filled in place after it was made.
+        stop: included, but not followed further.
+        writers: the graph's, if already known.
+        through_shapes: if False, inputs of which only the shape is read are left out, and so are writers of nodes in `stop`.
     """
     writers = writers_of(user.graph.nodes) if writers is None else writers
     pending = [nodes] if isinstance(nodes, fx.Node) else list(nodes)
@@ -50,7 +50,7 @@ def ancestors(
 def evaluate(
     nodes: list[fx.Node], given: Mapping[fx.Node, Any], result: fx.Node, constant: Callable[[fx.Node, Any], Any] | None = None
 ) -> Any:
-    """Run `nodes` in order with `given` values for some of them; `constant` may replace a literal argument of a node.
+    """Runs `nodes` in order, with `given` values for some of them; `constant` may replace a literal argument of a node.
 
     Raises:
         KeyError: a placeholder that is not in `given`.
@@ -61,9 +61,9 @@ def evaluate(
 def evaluate_all(
     nodes: list[fx.Node], given: Mapping[fx.Node, Any], constant: Callable[[fx.Node, Any], Any] | None = None
 ) -> dict[fx.Node, Any]:
-    """The same, with the values of all nodes."""
+    """`evaluate`, returning the values of all nodes."""
     written = writers_of(nodes)
-    values = {n: v.clone() if n in written and isinstance(v, Tensor) else v for n, v in given.items()}  # the model's own stay as they are
+    values = {n: v.clone() if n in written and isinstance(v, Tensor) else v for n, v in given.items()}  # never writes to the model's own
 
     with torch.no_grad():
         for node in nodes:
@@ -83,11 +83,11 @@ def evaluate_all(
 
 
 def attribute_of(node: fx.Node) -> Any:
-    """What a get_attr node stands for."""
+    """The value of a get_attr node."""
     return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
 def operation_limit(expected: Tensor, *dtypes: torch.dtype) -> float:
-    """How far any element of an operation's result may be off that was computed in these types, where a pass replaced it. Whole models and
-    their rows: `paged_attn.tolerances`."""
+    """The largest allowed absolute error when a pass replaces an operation that was computed in these dtypes. For whole models and their
+    rows see `paged_attn.tolerances`."""
     return float(expected.nan_to_num().abs().max()) * max(OPERATION.get(dtype, OPERATION_16_BIT) for dtype in dtypes)

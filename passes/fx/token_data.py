@@ -42,7 +42,7 @@ def read_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def token_data(graph: fx.Graph, form: CallForm, positions: bool = True) -> set[fx.Node]:
-    """Every node that holds data of the tokens (ids, `positions` too, attention outputs and all that is made from them)."""
+    """Every node that holds data of the tokens (ids, attention outputs, positions unless excluded, and all values made from them)."""
     others = ("owned", "tokens", "num_logits", *(() if positions else ("position_ids",)))
     found = {node for node, role in form.roles.items() if role not in others}
     while True:
@@ -55,12 +55,12 @@ def token_data(graph: fx.Graph, form: CallForm, positions: bool = True) -> set[f
 
 
 def is_count(value: Any, form: CallForm) -> bool:
-    """Whether a number is made from T."""
+    """Whether a number depends on T."""
     return isinstance(value, (torch.SymInt, torch.SymFloat)) and form.num_tokens in value.node.expr.free_symbols
 
 
 def counts_in_numbers(node: fx.Node, form: CallForm) -> list[fx.Node]:
-    """The numbers made from T that go into those of a floating tensor."""
+    """The inputs of a floating-point arithmetic node that are numbers made from T."""
     value = value_of(node)
     if name_of(node) not in _ARITHMETIC or not isinstance(value, Tensor) or not value.dtype.is_floating_point:
         return []
@@ -68,7 +68,7 @@ def counts_in_numbers(node: fx.Node, form: CallForm) -> list[fx.Node]:
 
 
 def indexed_tensor(node: fx.Node, index: fx.Node) -> fx.Node | None:
-    """The tensor that `node` looks up with `index`, or None if it uses `index` as a number."""
+    """The tensor that `node` indexes with `index`; None if `index` is not used as an index."""
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     if node.target is operator.getitem or name in ("__getitem__", "__setitem__", "setitem"):
         return _node(node.args[0]) if node.args[0] is not index and index in _flat(node.args[1]) else None
@@ -79,7 +79,7 @@ def indexed_tensor(node: fx.Node, index: fx.Node) -> fx.Node | None:
 
 
 class Lookup(NamedTuple):
-    """node = rows[.., at, ..], with the whole numbers `at` [.., T, ..] along `axis` of `rows`."""
+    """node = rows[.., at, ..], with integer indices `at` [.., T, ..] along `axis` of `rows`."""
 
     node: fx.Node
     rows: fx.Node
@@ -88,7 +88,7 @@ class Lookup(NamedTuple):
 
 
 def lookup_of(node: fx.Node) -> Lookup | None:
-    """What a node looks up along one dimension with one tensor of whole numbers; None for anything else."""
+    """The lookup of a node that indexes one dimension with one integer tensor; None for any other node."""
     if node.op not in ("call_function", "call_method") or node.kwargs:
         return None
     if node.target is F.embedding and len(node.args) == 2:

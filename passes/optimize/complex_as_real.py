@@ -27,7 +27,7 @@ from paged_attn.passes.fx.graph_tools import (
     written_names,
 )
 
-# What moves numbers and changes none: done to both parts alike.
+# Operations that only move numbers: applied to both parts alike.
 _LAYOUT = {
     "getitem", "unsqueeze", "squeeze", "view", "reshape", "expand", "transpose", "permute", "flatten", "unflatten", "contiguous", "clone",
     "detach", "to", "select", "narrow",
@@ -40,7 +40,7 @@ class _Parts(NamedTuple):
 
 
 def complex_as_real(graph: fx.Graph) -> int:
-    """Rewrite in place; returns how many operations on complex numbers there were, 0 where one of them is not known."""
+    """Rewrites in place; returns how many complex operations were replaced: all of them, or 0 if one is unknown."""
     wanted = [node for node in graph.nodes if _is_complex(node) or _complex_inputs(node)]
     written = written_names(graph)
     if any(not _is_known(node) or (copied_from(node) or node.name) in written for node in wanted):
@@ -59,7 +59,7 @@ def complex_as_real(graph: fx.Graph) -> int:
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Whether `_in_parts` gives what this node does."""
+    """Whether `_in_parts` can replace this node."""
     name, numbers = _name(node), [_is_complex(each) for each in node.args]
     if node.op == "placeholder":
         return True
@@ -74,7 +74,7 @@ def _is_known(node: fx.Node) -> bool:
 
 
 class _Calls:
-    """Inserts calls. What one gives is evaluated once for all with such operands: of symbolic sizes it takes up to a tenth of a second."""
+    """Inserts calls. Evaluates the example value once for all calls with equal operands: with symbolic sizes it takes up to 0.1 s."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -95,7 +95,7 @@ def _described(node: fx.Node) -> Any:
 
 
 def _in_parts(call: _Calls, node: fx.Node, parts: dict[fx.Node, _Parts]) -> _Parts | fx.Node:
-    """What takes the place of a node: two parts of a complex one, a node of another."""
+    """The replacement of a node: two parts if its result is complex, else a node."""
     if node.op == "placeholder":
         return _from_pairs(call, call(torch.view_as_real, node))
     if _name(node) in _LAYOUT:
@@ -138,7 +138,7 @@ _MAKERS: dict[str, Callable[..., _Parts | fx.Node]] = {
     "conj": _conjugate,
     "view_as_real": _to_pairs,
 }
-_OF_COMPLEX = {"mul", "conj", "view_as_real"}  # these take complex numbers; the others make them from real ones
+_OF_COMPLEX = {"mul", "conj", "view_as_real"}  # take complex numbers; the others make them from real ones
 
 
 def _name(node: fx.Node) -> str:

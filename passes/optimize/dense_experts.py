@@ -39,13 +39,13 @@ MOST_NODES = 80  # in a region
 _LINEARS = (F.linear, LINEAR)
 _BATCHED = ("bmm", "matmul")
 ROWS = (23, 8)
-SPREADS = (1.0, 8.0, 0.02)  # spreads of the logits; the last leaves ties in 16 bits
-INNER = 8  # between an expert's products, in place of the model's: what a region does there, it does to each number
-ChooseExperts = Callable[[ExpertsSpec, Tensor], str]  # the name of a backend for a layer, and for weights like these
+SPREADS = (1.0, 8.0, 0.02)  # spreads of the logits; the last causes ties in 16 bits
+INNER = 8  # intermediate width of a probed expert, in place of the model's: the operations there are elementwise
+ChooseExperts = Callable[[ExpertsSpec, Tensor], str]  # the name of a backend for a layer with weights like these
 
 
 def replace_dense_experts(graph: fx.Graph, values: ReadValues, choose: ChooseExperts) -> int:
-    """Rewrite in place; returns how many layers are one op now. None of the numbers of `values` is read."""
+    """Rewrites in place; returns how many layers became one op. Does not read the contents of `values`."""
     count = 0
     for region in regions_of(graph, values.keys()):
         gating = proved_gating(region)
@@ -53,7 +53,7 @@ def replace_dense_experts(graph: fx.Graph, values: ReadValues, choose: ChooseExp
             _replace(graph, region, gating, choose)
             count += 1
     if count:
-        logger.info("%d layers of experts that computed every token compute those that chose them", count)
+        logger.info("%d layers of experts that computed every token now compute only the tokens that chose them", count)
         remove_dead_code(graph)
     return count
 
@@ -86,8 +86,8 @@ class DenseExperts(NamedTuple):
     """Nodes in graph order, from x [T, H] and logits [T, E] to total [T, H].
 
     Attributes:
-        scores: [T, E], made of the logits alone; x is multiplied with them.
-        ids: [T, k] of the experts that a token chose.
+        scores: [T, E], made of the logits only; x is multiplied by them.
+        ids: [T, k] of each token's chosen experts.
         w1, w2: weights [E, H, n] and [E, m, H].
     """
 
@@ -102,7 +102,7 @@ class DenseExperts(NamedTuple):
 
 
 def regions_of(graph: fx.Graph, weights: Container[fx.Node]) -> list[DenseExperts]:
-    """All that look like it; `weights`: the graph's inputs that are tensors of the model."""
+    """All candidate regions; `weights`: the graph's inputs that are tensors of the model."""
     found = (_region(node, weights) for node in graph.nodes if _sums_over_first(node))
     return [region for region in found if region is not None]
 
@@ -140,7 +140,7 @@ def _region(total: fx.Node, weights: Container[fx.Node]) -> DenseExperts | None:
 
 
 def _batched_weight(node: Any, weights: Container[fx.Node]) -> fx.Node | None:
-    """The weight [E, ., .] of a batched product, if it is one."""
+    """The weight [E, ., .] of a batched product; None if the node is not one."""
     if not isinstance(node, fx.Node) or name_of(node) not in _BATCHED or len(node.args) < 2:
         return None
     weight = node.args[1]
@@ -148,7 +148,7 @@ def _batched_weight(node: Any, weights: Container[fx.Node]) -> fx.Node | None:
 
 
 def _logits(first: fx.Node, experts: Any) -> fx.Node | None:
-    """The one product [T, E] that `first` is made from, with no other product in between."""
+    """The only product [T, E] that `first` is made from without another product in between, or None."""
     found, seen, pending = list[fx.Node](), set[fx.Node](), list(first.args[:1])
     while pending:
         node = pending.pop()
@@ -164,7 +164,7 @@ def _logits(first: fx.Node, experts: Any) -> fx.Node | None:
 
 
 def _made_of(source: fx.Node, nodes: list[fx.Node], besides: fx.Node | None = None) -> set[fx.Node]:
-    """The nodes that a value goes into, itself among them, but for what it reaches through `besides`."""
+    """`source` and the nodes that depend on it other than through `besides`."""
     found = {source}
     for node in nodes:
         if node is not besides and any(each in found for each in node.all_input_nodes):
@@ -173,12 +173,12 @@ def _made_of(source: fx.Node, nodes: list[fx.Node], besides: fx.Node | None = No
 
 
 def proved_gating(region: DenseExperts) -> Gating | None:
-    """What stands between the products, if the region sums up what a token's chosen experts make of their score times the token."""
+    """The gating between the products, if the region sums each chosen expert's result for the token times its score; else None."""
     found = _evaluated(region, torch.float32) or _evaluated(region, None)
     if found is None:
         return None
     probes, values = found
-    if not all(_chosen_alone(value[region.scores], value[region.ids]) for value in values):
+    if not all(_only_chosen_count(value[region.scores], value[region.ids]) for value in values):
         return None
     for gating in _candidates(region):
         if all(probe.agrees(gating, value) for probe, value in zip(probes, values, strict=True)):
@@ -187,9 +187,9 @@ def proved_gating(region: DenseExperts) -> Gating | None:
 
 
 def _evaluated(region: DenseExperts, dtype: torch.dtype | None) -> tuple[list[_Probe], list[dict[fx.Node, Tensor]]] | None:
-    """Probes of a type, None for the model's own, and all values of the region; None where its operations do not take the type.
+    """Probes in a dtype (None: the model's own) and all values of the region; None if its operations do not support the dtype.
 
-    In 16 bits activations that differ a little, as GELU and its approximation, cannot be told apart.
+    In 16 bits, activations that differ only slightly (GELU and its approximation) cannot be told apart.
     """
     weights = _weights(region, dtype)
     of_logits = dtype or value_of(region.logits).dtype
@@ -201,7 +201,7 @@ def _evaluated(region: DenseExperts, dtype: torch.dtype | None) -> tuple[list[_P
 
 
 def _weights(region: DenseExperts, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Random ones in place of the model's, of as many experts, for all probes."""
+    """Random weights for as many experts as the model has, used by all probes."""
     w1, w2 = value_of(region.w1), value_of(region.w2)
     experts, hidden, wide = w1.shape
     numbers = torch.Generator().manual_seed(0)
@@ -210,13 +210,13 @@ def _weights(region: DenseExperts, dtype: torch.dtype | None) -> tuple[Tensor, T
     return first.to(w1.device, dtype or w1.dtype), second.to(w2.device, dtype or w2.dtype)
 
 
-def _chosen_alone(scores: Tensor, ids: Tensor) -> bool:
-    """Whether the scores of all experts but the chosen ones are zero."""
+def _only_chosen_count(scores: Tensor, ids: Tensor) -> bool:
+    """Whether the scores of all experts that were not chosen are zero."""
     return not scores.scatter(1, ids, 0.0).any() and bool(scores.any())
 
 
 class _Probe:
-    """Random numbers in place of what a region reads: one expert is favoured, by less or more; the last row is zeros."""
+    """Random inputs of a region. One expert is favoured, more or less; the last row is zero."""
 
     def __init__(self, region: DenseExperts, w1: Tensor, w2: Tensor, of_logits: torch.dtype, rows: int, spread: float) -> None:
         self._region, self.w1, self.w2 = region, w1, w2
@@ -240,7 +240,7 @@ class _Probe:
 
 
 def _candidates(region: DenseExperts) -> Iterator[Gating]:
-    """What the names of the region's operations leave open."""
+    """The gatings that are possible given the names of the region's operations."""
     names = " ".join(name_of(node) for node in region.nodes)
     for name in ACTIVATIONS:
         if name == "identity" or name.split("_")[0].rstrip("2") in names:

@@ -41,13 +41,13 @@ from paged_attn.passes.fx.token_data import read_inputs
 logger = logging.getLogger("paged_attn")
 MOST_NODES = 80  # in a region
 ROWS = (23, 8)  # in each probe
-SPREADS = (1.0, 8.0, 0.02)  # spreads of the probes' logits; the last leaves ties in 16 bits
+SPREADS = (1.0, 8.0, 0.02)  # spreads of the probes' logits; the last causes ties in 16 bits
 ROUNDINGS = 4  # allowed error of a weight, in roundings of its dtype
 _PRODUCTS = (F.linear, LINEAR)
 
 
 def fuse_routing(graph: fx.Graph, values: Values) -> int:
-    """Rewrite in place; returns how many routers are one op now."""
+    """Rewrites in place; returns how many routers became one op."""
     known: list[Routing] = []
     writers, count = writers_of(graph.nodes), 0
     for experts in [node for node in graph.nodes if node.target is EXPERTS]:
@@ -71,8 +71,8 @@ def fuse_routing(graph: fx.Graph, values: Values) -> int:
 
 
 class RouterRegion(NamedTuple):
-    """Nodes in graph order, from logits [T, E] and maybe a bias [E] to weights and ids [T, k]; `of_type`: tensors outside of which only the
-    type is read; `reader`: what is given the ids, the experts or what makes ids of a rank's own experts of them."""
+    """Nodes in graph order, from logits [T, E] and an optional bias [E] to weights and ids [T, k]; `of_type`: outside tensors of which only
+    the dtype is read; `reader`: the node that takes the ids: the experts, or the node that converts them to a rank's own ids."""
 
     nodes: list[fx.Node]
     logits: fx.Node
@@ -84,7 +84,7 @@ class RouterRegion(NamedTuple):
 
 
 def region_of(experts: fx.Node, inputs: Container[fx.Node], writers: Writers) -> RouterRegion | None:
-    """The router of a call of `paged_attn::experts`; None if it makes ids and weights of anything but a product [T, E] and a tensor [E]."""
+    """The router of a call of `paged_attn::experts`; None if ids and weights depend on anything but a product [T, E] and a tensor [E]."""
     ids, weights, w1 = (node for node in experts.args[1:4])
     assert isinstance(ids, fx.Node) and isinstance(weights, fx.Node)
     reader, ids = _counted_from_the_first(experts, ids)
@@ -106,7 +106,7 @@ def region_of(experts: fx.Node, inputs: Container[fx.Node], writers: Writers) ->
     if len(logits) != 1 or (reader is experts and sizes_of(logits[0])[1] != value_of(w1).shape[0]):
         return None
     bias = [leaf for leaf in leaves if sizes_of(leaf) == sizes_of(logits[0])[1:]]
-    # What is written in place in the region must live there.
+    # In-place writes in the region must stay inside it.
     own = all(written_values(node) <= found for node in found)
     if len(bias) > 1 or len(logits) + len(bias) != len(leaves) or not own:
         return None
@@ -114,7 +114,7 @@ def region_of(experts: fx.Node, inputs: Container[fx.Node], writers: Writers) ->
 
 
 def _counted_from_the_first(experts: fx.Node, ids: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """(what reads the ids of all ranks' experts, these ids), where a rank counts from its own: `parallel/own_experts.py`."""
+    """(reader of the ids of all ranks' experts, these ids), where a rank counts from its own first expert: `parallel/own_experts.py`."""
     if name_of(ids) == "remainder" and isinstance(counted := ids.args[0], fx.Node) and name_of(counted) == "sub":
         chosen, first = counted.args
         if isinstance(chosen, fx.Node) and isinstance(first, int):
@@ -131,7 +131,7 @@ def _is_matrix(node: Any) -> bool:
 
 
 def proved_routing(region: RouterRegion, known: Iterable[Routing]) -> Routing | None:
-    """The spec that gives the region's ids and weights for every probe; `known`: those of other layers, tried first."""
+    """The spec that gives the region's ids and weights on every probe; `known`: other layers' specs, tried first."""
     probes = [_probe(region, rows, spread) for rows in ROWS for spread in SPREADS]
     try:
         expected = [_evaluated(region, *probe) for probe in probes]
@@ -144,7 +144,7 @@ def proved_routing(region: RouterRegion, known: Iterable[Routing]) -> Routing | 
 
 
 def _probe(region: RouterRegion, rows: int, spread: float) -> tuple[Tensor, Tensor | None]:
-    """Logits of random rows, one row that no expert is for, so that what is added to a sum shows, and one of equal ones; a random bias."""
+    """Logits of random rows, a row of -50, which shows what is added to a sum, and a row of zeros; a random bias."""
     fake = value_of(region.logits)
     numbers = torch.Generator().manual_seed(rows)
     logits = torch.randn(rows, fake.shape[1], generator=numbers) * spread
@@ -180,7 +180,7 @@ def _agrees(routing: Routing, probe: tuple[Tensor, Tensor | None], expected: tup
 
 
 def _candidates(region: RouterRegion) -> Iterator[Routing]:
-    """What the names and literals of the region's operations leave open."""
+    """The specs that are possible given the names and literals of the region's operations."""
     names = [name_of(node) for node in region.nodes]
     top_k = int(value_of(region.ids).shape[-1])
     experts = int(value_of(region.logits).shape[1])

@@ -34,7 +34,7 @@ LEAST_WIDTH = 8  # least adjacent elements that a kernel reads together
 
 
 def read_columns_in_place(graph: fx.Graph, form: CallForm) -> int:
-    """Rewrite in place; returns how many convolutions read a projection's columns now."""
+    """Rewrites in place; returns how many convolutions now read a projection's columns."""
     found = 0
     for node in [node for node in graph.nodes if node.target is SHORT_CONV]:
         x, weight, bias, output, activation, columns, *state = node.args
@@ -54,8 +54,8 @@ def read_columns_in_place(graph: fx.Graph, form: CallForm) -> int:
 
 
 def _joined(x: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
-    """The one tensor that everything in `x` comes from without computing anything, and the nodes between in graph order, a `cat` among
-    them; None if there is none."""
+    """The one tensor from which `x` is made without computing anything, and the nodes in between, a `cat` among them, in graph order;
+    None if there is no such tensor."""
     pending, chain = {x}, set[fx.Node]()
     while pending:
         latest = max(pending)
@@ -75,7 +75,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _parts_of(base: fx.Node, chain: list[fx.Node], form: CallForm) -> list[int] | None:
-    """`columns` of the op, of the last node of the chain [T, C]; None if not every row has the same columns of its own row of `base`."""
+    """The op's `columns` for the chain's last node [T, C]; None unless each row takes the same columns of its own row of `base`."""
     numbers, result = on_distinct_numbers(base, chain, form)
     if numbers.dim() not in (2, 3) or numbers.shape[:-2] not in ((), (1,)):
         return None
@@ -90,7 +90,7 @@ def _parts_of(base: fx.Node, chain: list[fx.Node], form: CallForm) -> list[int] 
 
 
 def _evenly(columns: list[int]) -> list[tuple[int, int, int, int]]:
-    """First column, groups, columns from one to the next, and the width of each: the runs of neighbours, as many as lie evenly in one."""
+    """(first column, groups, distance between groups, width of each) for runs of adjacent columns, evenly spaced runs in one tuple."""
     runs: list[list[int]] = []
     for column in columns:
         if runs and column == sum(runs[-1]):
@@ -108,7 +108,7 @@ def _evenly(columns: list[int]) -> list[tuple[int, int, int, int]]:
 
 
 def _made_like(output: fx.Node, x: fx.Node, rows: fx.Node) -> None:
-    """`output`, where it is an empty tensor like `x`, is one like so many columns of `rows`, so that nothing makes `x`."""
+    """If `output` is an empty tensor like `x`, makes it like as many columns of `rows` instead, so that `x` becomes dead code."""
     if name_of(output) == "empty_like" and output.args[0] is x:
         with output.graph.inserting_before(output):
             columns = call_with_value(output.graph, torch.narrow, rows, 1, 0, int(value_of(x).shape[1]))
@@ -116,7 +116,7 @@ def _made_like(output: fx.Node, x: fx.Node, rows: fx.Node) -> None:
 
 
 def read_unrepeated_heads(graph: fx.Graph, form: CallForm) -> int:
-    """Rewrite in place; returns how many delta rules have fewer query and key heads now."""
+    """Rewrites in place; returns how many delta rules now have fewer query and key heads."""
     found = 0
     for node in [node for node in graph.nodes if node.target is GATED_DELTA_RULE]:
         query, key, *others = node.args
@@ -130,13 +130,13 @@ def read_unrepeated_heads(graph: fx.Graph, form: CallForm) -> int:
 
 
 def _source(repeated: fx.Node, user: fx.Node, form: CallForm) -> KVSource | None:
-    """The fewest-headed ancestor that `repeated` [T, H, K] repeats over heads, head by head, without computing anything."""
+    """The ancestor with the fewest heads from which `repeated` [T, H, K] is made by repeating heads, without computing anything."""
     received = KVSource(repeated, (), (0, 1, 2), int(shape_of(repeated)[1]))
     return min(unrepeated(received, user, form), key=lambda source: source.num_heads, default=None)
 
 
 def _rows(source: KVSource, user: fx.Node) -> fx.Node:
-    """[T, key heads, K], made for the module of `user`."""
+    """[T, key heads, K], created in the module of `user`."""
     node = made = head_rows(source)
     while made is not source.base:
         made.meta["nn_module_stack"] = user.meta.get("nn_module_stack")

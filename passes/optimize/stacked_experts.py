@@ -23,7 +23,7 @@ WEIGHTS = slice(3, 7)  # positions of the weights in the op's arguments
 
 
 def keep_stacked(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> tuple[Merge, ...]:
-    """Rewrite in place; returns what the caller must concatenate before the graph can run, see `Merge`. `values`: the graph's inputs."""
+    """Rewrites in place; returns what the caller must concatenate before running the graph (see `Merge`). `values`: the graph's inputs."""
     index = {node: i for i, node in enumerate(node for node in graph.nodes if node.op == "placeholder")}
     merges = []
     for experts in [node for node in graph.nodes if node.target is EXPERTS]:

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class BatchPositions:
-    """Makes the node [T] int64 when it is first asked for; a graph holds one at most, which is `made` then."""
+    """Creates the node [T] int64 on first use; a graph has at most one, stored in `made`."""
 
     def __init__(self, graph: fx.Graph, form: CallForm) -> None:
         self.graph, self.form = graph, form

@@ -21,16 +21,16 @@ from paged_attn.passes.fx.graph_tools import depends_on, value_of, writers_of, w
 from paged_attn.passes.fx.token_data import lookup_of, read_inputs, token_axis
 from paged_attn.passes.positions.row_probe import RowProbe
 
-WIDEST = 64  # numbers that an id becomes: its embedding, its column of ones and zeros are taken to be its own
+WIDEST = 64  # values with more numbers per token than this (embeddings, one-hot columns) are taken to be the token's own
 FLAGS = 4  # a table with at most this many numbers per id holds flags, not embeddings
-DEFAULT_IDS = 4096  # if no embedding table says how many ids there are
+DEFAULT_IDS = 4096  # number of ids if no embedding table shows it
 
 
 def check_id_values(graph: fx.Graph, form: CallForm, values: Values) -> None:
-    """See above.
+    """Checks that a row's values do not depend on the ids of other rows, as described above.
 
     Raises:
-        UnsupportedError: a row's value changes with the ids of other rows, named by its module.
+        UnsupportedError: they do; the message names the module.
     """
     if isinstance(form.num_tokens, int):
         return
@@ -47,15 +47,15 @@ def check_id_values(graph: fx.Graph, form: CallForm, values: Values) -> None:
         seen = [_by_id(node, probe, positions, run) for run in runs]
         if not (_same(seen[0], seen[1]) and _same(seen[1], seen[2], two[: count // 2])):
             raise UnsupportedError(
-                f"{module_path(node) or 'the model'}: {node.name} is made of token ids, and a row's value follows the ids of other rows, "
-                "too (positions or segments that are counted along input_ids, a token that changes those behind it). In a ragged batch "
-                "those are other requests'. Where it is positions, call the model with position_ids, if it takes them."
+                f"{module_path(node) or 'the model'}: {node.name} is made of token ids, and a row's value also depends on the ids of other "
+                "rows (positions or segments that are counted along input_ids, a token that changes those behind it). In a ragged batch "
+                "those belong to other requests. If it is positions, call the model with position_ids, if it accepts them."
             )
 
 
 def _by_id(node: fx.Node, probe: RowProbe, positions: list[fx.Node], run: Tensor) -> Any:
-    """What a value is on a row of these ids, all at position 1: its rows in the order of the ids, or as it is if it has none; None if it
-    cannot be evaluated alone, or not on so many tokens."""
+    """A value on a row of these ids, all at position 1: its rows in the order of the ids, or unchanged if it has no rows. None if it
+    cannot be evaluated by itself, or not on so many tokens."""
     form = probe.form
     ids = run[None].to(value_of(form.input_ids).device, value_of(form.input_ids).dtype)
     given = {each: torch.ones_like(ids).view(*[1] * (value_of(each).dim() - 1), -1) for each in positions}
@@ -70,7 +70,7 @@ def _by_id(node: fx.Node, probe: RowProbe, positions: list[fx.Node], run: Tensor
 
 
 def _made_of_ids(graph: fx.Graph, form: CallForm) -> set[fx.Node]:
-    """What is made of ids, positions and numbers alone, a few numbers for each token or for all of them."""
+    """Values made only of ids, positions and numbers, with few numbers for each token or in total."""
     found = {form.input_ids}
     others = {node for node, role in form.roles.items() if role not in ("owned", "tokens", "input_ids", "position_ids")}
     for node in graph.nodes:
@@ -85,7 +85,7 @@ def _made_of_ids(graph: fx.Graph, form: CallForm) -> set[fx.Node]:
 
 
 def _is_table(node: fx.Node) -> bool:
-    """Whether its rows are more than flags of ids."""
+    """Whether it is a table with more than flags for each id."""
     value = value_of(node)
     if node.op not in ("placeholder", "get_attr") or not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
         return False
@@ -93,7 +93,7 @@ def _is_table(node: fx.Node) -> bool:
 
 
 def _is_narrow(value: Any, form: CallForm) -> bool:
-    """Whether a value, or each of several, has few numbers for each token, or few in all."""
+    """Whether a value, or each of several, has few numbers for each token or in total."""
     if isinstance(value, (tuple, list)):
         return all(_is_narrow(each, form) for each in value)
     if not isinstance(value, Tensor):
@@ -109,7 +109,7 @@ def _is_batch_positions(node: fx.Node) -> bool:
 
 
 def _num_ids(graph: fx.Graph, ids: fx.Node, made: set[fx.Node]) -> int:
-    """The rows of the smallest table that is looked up with them; else of the largest one that is with what is made of them."""
+    """The rows of the smallest table indexed with the ids; if there is none, of the largest one indexed with values made of them."""
     found = [(lookup.at, lookup.rows) for node in graph.nodes if (lookup := lookup_of(node)) is not None]
     found += [(node.all_input_nodes[0], node.all_input_nodes[1]) for node in graph.nodes if node.target is F.embedding]  # any arguments
     rows = [(at, size) for at, table in found if isinstance(size := value_of(table).shape[0], int)]
@@ -118,7 +118,7 @@ def _num_ids(graph: fx.Graph, ids: fx.Node, made: set[fx.Node]) -> int:
 
 
 def _same(one: Any, other: Any, only: Tensor | None = None) -> bool:
-    """Whether two values by id are equal, of `only` these ids in the first. Nothing is known of what could not be evaluated."""
+    """Whether two values by id are equal, in the first only for the ids `only`. True if one of them could not be evaluated."""
     if one is None or other is None:
         return True
     if not isinstance(one, Tensor):

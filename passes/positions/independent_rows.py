@@ -29,18 +29,18 @@ logger = logging.getLogger("paged_attn")
 
 FEWEST, TOKENS, MOST_TOKENS = 7, 37, 601
 WORK = {"cpu": 1 << 31, "cuda": 1 << 43}  # multiplications in each of the two runs
-MOVED = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative to the largest value: where experts are added up, rows may round differently
+MOVED = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative to the largest value: rows may round differently where experts are added up
 MOVED_16_BIT = 2e-2
 _COUNTED = (BATCH_POSITIONS, REQUEST_LENGTHS)
-_GIVEN = {kind.op for kind in KINDS} - {MODULE, *_COUNTED}  # results are taken to be a row's own: the op's own proof says so
+_GIVEN = {kind.op for kind in KINDS} - {MODULE, *_COUNTED}  # their rows count as independent: the op's own proof says so
 
 
 class MixesRows(UnsupportedError):
-    """A part of the model mixes tokens in another way than an attention or a recurrent layer.
+    """A part of the model mixes tokens, and is neither an attention nor a recurrent layer.
 
     Attributes:
-        module: the path of the module that does; "" outside any.
-        by_position: other tokens move nothing, but one at a far position does.
+        module: path of that module; "" outside any module.
+        by_position: only a token at a far position affects others; other tokens do not.
     """
 
     def __init__(self, module: str, words: str, by_position: bool) -> None:
@@ -49,22 +49,22 @@ class MixesRows(UnsupportedError):
 
 
 class _Values(NamedTuple):
-    """A node's value in each run: with the tokens as they are, and with half of them changed."""
+    """A node's value in each run: with the original tokens, and with half of them changed."""
 
     kept: Any
     changed: Any
 
 
 def check_independent_rows(graph: fx.Graph, form: CallForm, values: Values, longest: int | None = None) -> str:
-    """Run a rewritten graph so; returns words for the log.
+    """Runs a rewritten graph as described above; returns words for the log.
 
     Args:
-        longest: positions that the model has, if that is known.
+        longest: the model's number of positions, if known.
 
     Raises:
-        MixesRows: a row of another token moved, named by the module where rows mix first.
+        MixesRows: a row of an unchanged token changed; it names the module where rows mix first.
     """
-    plain = {node: dict.__getitem__(values, node) for node in graph.nodes if node.op == "placeholder"}  # their numbers prove nothing here
+    plain = {node: dict.__getitem__(values, node) for node in graph.nodes if node.op == "placeholder"}  # not recorded as read by a proof
     seen: list[int] = []
     looked_at = 0
     for tokens in _lengths(graph, form, plain, longest):
@@ -78,7 +78,7 @@ def check_independent_rows(graph: fx.Graph, form: CallForm, values: Values, long
                     logger.info("a token at position %d moves others in the model's own forward: the self-check says by how much", position)
             except UnsupportedError:
                 raise
-            except MODEL_ERRORS as error:  # too little memory for so many tokens, too
+            except MODEL_ERRORS as error:  # including too little memory for so many tokens
                 why = f"{type(error).__name__}: {error}"
                 logger.info("rows of %d tokens, one of them at position %d, cannot be evaluated: %s", tokens, position, why)
                 continue
@@ -92,9 +92,9 @@ def check_independent_rows(graph: fx.Graph, form: CallForm, values: Values, long
 
 
 def _lengths(graph: fx.Graph, form: CallForm, values: Values, longest: int | None) -> list[int]:
-    """Numbers of tokens: as many as weigh little, since a part may join some that are far apart; fewer, which a capacity shows; and very
-    few, for models without positions for more. Each is no other size of the model; but ranks that add up rows need as many each, whatever
-    the sizes of their shares are."""
+    """The numbers of tokens to try: many, since a part may combine tokens that are far apart; fewer, which exposes a limited capacity; and
+    very few, for models with few positions. None of them equals another size of the model. Ranks that add up rows must all use the same
+    numbers, so these do not depend on the sizes of their shards."""
     known = [limit for limit in (form.max_tokens, longest and longest - 2) if limit]
     if any("_c10d_functional" in str(node.target) for node in graph.nodes):
         return [count for count in dict.fromkeys(min([count, *known]) for count in (TOKENS, FEWEST)) if count > 2]
@@ -108,7 +108,7 @@ def _lengths(graph: fx.Graph, form: CallForm, values: Values, longest: int | Non
 
 
 class _Run:
-    """Both runs side by side."""
+    """Runs the graph with both sets of tokens side by side."""
 
     def __init__(self, graph: fx.Graph, form: CallForm, values: Values, tokens: int, position: int) -> None:
         self.graph, self.form, self.values, self.tokens, self.position = graph, form, values, tokens, position
@@ -124,14 +124,14 @@ class _Run:
             self.dropped.setdefault(user, []).append(node)
 
     def mixed_end(self) -> fx.Node | None:
-        """The first end that moved, and not by rounding alone, which adds up from layer to layer and can flip near-ties of a router."""
+        """The first op input or output that moved by more than rounding, which adds up over layers and can flip near-ties of a router."""
         return None if self.moved_end() is None else self.moved_end(steady=True)
 
     def moved_end(self, steady: bool = False) -> fx.Node | None:
-        """The first value that an op is given, or that is returned, in which another row moved.
+        """The first input of an op, or output of the graph, in which the row of an unchanged token moved.
 
         Args:
-            steady: rows that are others by less than counts go on as they were.
+            steady: rows that moved by less than the limit are reset to the unchanged ones.
         """
         for node, known in self._nodes(keep=False, steady=steady):
             if node.op != "output" and node.target not in _GIVEN:
@@ -140,7 +140,7 @@ class _Run:
                 self.looked_at += 1
                 given = known[source].kept
                 if node.op == "output" and isinstance(given, Tensor) and self._axis(source, given) is None:
-                    continue  # no row for each token: whoever runs the graph refuses that
+                    continue  # not one row per token, which the caller of the graph refuses
                 if source.op != "placeholder" and self._moves(source, known[source]):
                     return source
         return None
@@ -217,7 +217,7 @@ class _Run:
             other = torch.where(self.changes, 17 - ids, ids)
             shape = [self.tokens if symbolic else 1 for symbolic in (token_axis(node, self.form) == axis for axis in range(value.dim()))]
             return _Values(*(each.view(shape).to(value.device, value.dtype) for each in (ids, other)))
-        if isinstance(value, Tensor):  # the model's own stay as they are
+        if isinstance(value, Tensor):  # the model's own tensors are never written
             return _Values(value.detach().clone(), value.detach().clone()) if self._is_written(node) else _Values(value, value)
         return _Values(as_traced(value), as_traced(value))
 
@@ -228,7 +228,7 @@ class _Run:
         return [row for row in range(self.tokens) if not self.changes[row]][:3]
 
     def _count(self, both: _Values, positions: bool) -> None:
-        """Positions, or the lengths of requests; the first is far."""
+        """Fills in positions, or the lengths of requests. In the changed run the first token is at the far position."""
         for side, value in enumerate(both):
             rows = value.view(-1)
             rows.copy_(torch.arange(self.tokens) if positions else torch.full((self.tokens,), self.tokens))
@@ -236,7 +236,7 @@ class _Run:
                 rows[0] = self.position if positions else self.position + 1
 
     def _fill(self, both: _Values, generator: torch.Generator) -> None:
-        """With random rows, of which half are others."""
+        """Fills in random rows, half of which differ between the runs."""
         rows, others = (torch.randn(both.kept.shape, generator=generator) for _ in range(2))
         axis = next(axis for axis, size in enumerate(rows.shape) if size == self.tokens)
         both.kept.copy_(rows)
@@ -255,7 +255,7 @@ class _Run:
         return _Values(one, self._where_changed(axis, other, one))
 
     def _where_changed(self, axis: int, changed: Tensor, kept: Tensor) -> Tensor:
-        """Rows of `changed` for the tokens that change, of `kept` for the others; rows lie along `axis`."""
+        """Rows of `changed` for the changed tokens, of `kept` for the others; rows lie along `axis`."""
         changes = self.changes.to(kept.device).view([-1 if at == axis else 1 for at in range(kept.dim())])
         return torch.where(changes, changed, kept)
 

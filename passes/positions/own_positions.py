@@ -20,24 +20,24 @@ from paged_attn.passes.positions.row_probe import Affine, RowProbe
 
 _LONGEST_TABLE = 1 << 24
 aten = torch.ops.aten
-PROBED = (0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 4, 5, 6)  # positions of a ragged row: two sequences and a later part of one
+PROBED = (0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 4, 5, 6)  # positions of a ragged row: two sequences and the later part of a third
 
 
 class PositionsFound(NamedTuple):
-    """How many values were redirected to the batch's positions, and how many positions the model has (None: no limit is known)."""
+    """How many values now follow the batch's positions, and how many positions the model has (None: no known limit)."""
 
     redirected: int
     max_positions: int | None
 
 
 def use_own_positions(graph: fx.Graph, form: CallForm, values: Values, longest: int | None = None) -> PositionsFound:
-    """Make every position that the model counts itself the batch's, in place.
+    """Replaces every position that the model counts itself by the batch's, in place.
 
     Args:
-        longest: positions that the model says that it has.
+        longest: the number of positions that the model states.
 
     Raises:
-        UnsupportedError: a value that depends on the row and is not a function of positions, or on the token ids of other rows.
+        UnsupportedError: a value depends on its row and is not a function of positions, or depends on the token ids of other rows.
         CallNotPaged: the same in a call without position_ids; the model may run with them.
     """
     drop_lookups(graph, form, values)
@@ -55,7 +55,7 @@ def use_own_positions(graph: fx.Graph, form: CallForm, values: Values, longest: 
 
 
 def _position_limit(graph: fx.Graph, form: CallForm, values: Values, positions: BatchPositions) -> int | None:
-    """The first position that some table lacks, or None if no table is read at positions, or positions never leave it."""
+    """The first position that some table lacks; None if no table is indexed by positions, or all positions are in range."""
     limits = [
         limit
         for node in graph.nodes
@@ -65,7 +65,7 @@ def _position_limit(graph: fx.Graph, form: CallForm, values: Values, positions: 
 
 
 def _lookup(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """The index of a lookup in a table of fixed size, and the number of the table's rows."""
+    """The index of a lookup in a table of fixed size, and the table's number of rows."""
     if node.op != "call_function":
         return None
     if node.target is F.embedding:
@@ -92,13 +92,13 @@ def _first_outside(user: fx.Node, index: fx.Node, rows: int, form: CallForm, val
         node.op == "placeholder" and form.roles[node] not in ("owned", "tokens", "position_ids") for node in sliced
     ):
         return None
-    count = rows + 64  # the offset at the start of a learned table is far shorter
+    count = rows + 64  # a learned table has far fewer rows before that of position 0
     numbers = torch.arange(count, device=value_of(index).device)
     given = {node: numbers[None] if node is form.positions else numbers for node in starts & set(sliced)}
     try:
         looked_up = RowProbe(form, values, user).at(index, count, given)
     except (RuntimeError, IndexError):
-        return None  # the index is itself looked up, in a shorter table, which has its own limit
+        return None  # the index is itself read from a shorter table, which has its own limit
     if looked_up.numel() != count:
         return None
     outside = ((looked_up.flatten() >= rows) | (looked_up.flatten() < -rows)).nonzero()
@@ -106,12 +106,11 @@ def _first_outside(user: fx.Node, index: fx.Node, rows: int, form: CallForm, val
 
 
 def drop_lookups(graph: fx.Graph, form: CallForm, values: Values) -> None:
-    """Rows that a model makes for a whole call and then looks up at each token's own position: token t gets row t, which needs no lookup.
+    """Removes lookups, at each token's own position, in rows that a model makes for a whole call: token t gets row t.
 
     Before: c = table[:T].cos()[position_ids]       After: c = table[:T].cos().unsqueeze(0)
-    In a ragged row positions go beyond T, so that the lookup would fail; without it `row_values` makes the rows those of the batch's
-    positions.
-    Declines: an index that is not, in any order of positions, the position of each token; rows or results that are changed in place.
+    In a ragged row positions can exceed T, so the lookup would fail. Without it `row_values` takes the rows at the batch's positions.
+    Declines: an index that is not each token's position, whatever the order of positions; rows or results that are changed in place.
     """
     data, writers = token_data(graph, form), writers_of(graph.nodes)
     for lookup in [lookup for node in graph.nodes if (lookup := lookup_of(node)) is not None]:
@@ -123,7 +122,7 @@ def drop_lookups(graph: fx.Graph, form: CallForm, values: Values) -> None:
 
 
 def _is_position(lookup: Lookup, form: CallForm, values: Values) -> bool:
-    """Whether the index is each token's position: on a ragged row of them, or, if the model numbers rows itself, 0, 1, ... in any call."""
+    """Whether the index is each token's position: tried on a ragged row or, if the model counts rows itself, 0, 1, ... in any call."""
     if token_axis(lookup.at, form) is None or any(size != 1 and not depends_on(size, form.num_tokens) for size in shape_of(lookup.at)):
         return False
     probe = RowProbe(form, values, lookup.node)
@@ -132,12 +131,12 @@ def _is_position(lookup: Lookup, form: CallForm, values: Values) -> bool:
             return probe.affine(lookup.at) == Affine(1, 0)
         positions = torch.tensor(PROBED, device=value_of(lookup.at).device)
         return torch.equal(probe.at(lookup.at, len(PROBED), {form.positions: positions[None]}).flatten().long(), positions)
-    except (KeyError, IndexError, RuntimeError):  # it is made from the tokens, or cannot be evaluated
+    except (KeyError, IndexError, RuntimeError):  # it depends on the tokens, or cannot be evaluated
         return False
 
 
 def _without(lookup: Lookup, form: CallForm) -> fx.Node:
-    """The rows in the shape that the lookup gave them."""
+    """The rows, in the shape of the lookup's result."""
     made = lookup.rows
     with lookup.node.graph.inserting_before(lookup.node):
         for offset, size in enumerate(shape_of(lookup.at)):

@@ -32,13 +32,13 @@ from paged_attn.passes.positions.row_replacement import RowFacts, RowReplacement
 def use_positions_for_row_values(
     graph: fx.Graph, form: CallForm, values: Values, positions: BatchPositions, longest: int | None = None
 ) -> int:
-    """Rewrite in place; returns how many values were replaced.
+    """Rewrites the graph in place; returns how many values were replaced.
 
     Args:
-        longest: positions that the model says that it has.
+        longest: the number of positions that the model states.
 
     Raises:
-        UnsupportedError: a value whose rows differ and that is not a function of positions, named by its module.
+        UnsupportedError: a value whose rows differ is not a function of positions; the message names its module.
     """
     data = token_data(graph, form)
     shared = RowFacts(form, values, positions, writers_of(graph.nodes), longest)
@@ -62,7 +62,7 @@ def use_positions_for_row_values(
                     harmless.add(sliced)
                     continue
                 if (lookup := lookup_of(user)) is not None and lookup.rows is value and token_axis(value, form) == lookup.axis:
-                    raise refusal(value, "is looked up by other numbers than each token's position")
+                    raise refusal(value, "is indexed by something other than each token's position")
                 replaced[sliced] = work.make()
                 work.check_farther()
             user.replace_input_with(value, replaced[sliced])
@@ -70,19 +70,19 @@ def use_positions_for_row_values(
 
 
 def _counts_tokens(nodes: tuple[fx.Node, ...], form: CallForm) -> bool:
-    """Whether something among the nodes depends on T: a size, or a tensor made of that size."""
+    """Whether a node among them depends on T: a size, or a tensor with such a size."""
     return any(token_dims(node, form.num_tokens) or is_count(value_of(node), form) for node in nodes)
 
 
 def _check_scaled(data: set[fx.Node], form: CallForm) -> None:
-    """No floating value of tokens may be computed with T as a number (a temperature of log T)."""
+    """Refuses floating-point values of tokens that are computed with T as a number (a temperature of log T)."""
     for node in data:
         if counts := counts_in_numbers(node, form):
             raise refusal(counts[0], f"goes into the numbers of {node.name}")
 
 
 def _check_written(shared: RowFacts, data: set[fx.Node]) -> None:
-    """What tokens are later written into must start as something harmless, apart from what else of the tokens is written there."""
+    """Tensors into which values of tokens are written later must start out harmless, apart from other such writes."""
     others = {value: kept for value, all_ in shared.writers.items() if (kept := [node for node in all_ if node not in data])}
     before_tokens = RowFacts(shared.form, shared.values, shared.positions, others)
     for writer in sorted(data):
@@ -94,7 +94,7 @@ def _check_written(shared: RowFacts, data: set[fx.Node]) -> None:
 
 
 def picks_rows(user: fx.Node, value: fx.Node, form: CallForm, seen: set[fx.Node] | None = None) -> bool:
-    """Whether `value` reaches, through `user`, nothing but places where it picks rows of token-sized tensors."""
+    """Whether `value`, through `user`, is only ever used to pick rows of token-sized tensors."""
     seen = set() if seen is None else seen
     if user in seen:
         return True

@@ -15,11 +15,11 @@ from paged_attn.passes.fx.slicing import ancestors, evaluate
 from paged_attn.passes.fx.token_data import token_axis
 
 LENGTHS = ((13, 29), (4, 7))  # the second for models with fewer positions
-FARTHER = (1031, 131101)  # long calls, for numbers computed from T that matter only then, such as max(1, T / 4096)
-MOST_NUMBERS = 1 << 23  # in the largest tensor created for these calls
+FARTHER = (1031, 131101)  # lengths of long calls, for numbers made from T that only matter there, such as max(1, T / 4096)
+MOST_NUMBERS = 1 << 23  # elements of the largest tensor created for such a call
 
 
-Results = dict[tuple[fx.Node, int], Any]  # values of nodes in calls of some length
+Results = dict[tuple[fx.Node, int], Any]  # values of nodes by (node, length of the call)
 
 
 class Affine(NamedTuple):
@@ -30,11 +30,11 @@ class Affine(NamedTuple):
 
 
 class RowProbe:
-    """Values as `user` would read them.
+    """Values as the node `user` would read them.
 
     Args:
-        writers: of the graph, if they are known.
-        unwritten: where results are kept that are the same for every user, as nothing in them is changed in place.
+        writers: the graph's, if already known.
+        unwritten: cache of results that are the same for every user, since nothing writes to them in place.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class RowProbe:
         self._seen: Results = {}
 
     def at(self, node: fx.Node, length: int, given: Mapping[fx.Node, Any] | None = None) -> Any:
-        """The node's value in a call of `length` tokens; behind nodes that are `given` nothing is looked at.
+        """The node's value in a call of `length` tokens; nodes in `given` are not followed further.
 
         Raises:
-            KeyError: it is made from the tokens.
+            KeyError: it depends on the tokens.
             IndexError, RuntimeError: the model cannot run a call of that length.
         """
         if given is not None:
@@ -72,7 +72,7 @@ class RowProbe:
             if role in ("tokens", "owned") and each not in known:
                 known[each] = length if role == "tokens" else as_traced(self.values[each])
             for source in each.all_input_nodes if each not in known else ():
-                if source not in inside:  # it lends its shape alone
+                if source not in inside:  # only its shape is read
                     value = value_of(source)
                     known[source] = torch.zeros(shape_at(value, self.form.num_tokens, length), dtype=value.dtype, device=value.device)
         return evaluate(nodes, known, node)
@@ -81,7 +81,7 @@ class RowProbe:
         """Two lengths at which the model can run.
 
         Raises:
-            IndexError, RuntimeError: there are none.
+            IndexError, RuntimeError: there are no such lengths.
         """
         longest = self.form.max_tokens or LENGTHS[0][1]
         for short, long in LENGTHS:
@@ -94,10 +94,10 @@ class RowProbe:
                     raise
                 continue
             return short, long
-        raise RuntimeError("no two lengths can be tried")
+        raise RuntimeError("no two lengths could be tried")
 
     def farther(self, node: fx.Node, longest: int | None) -> list[int]:
-        """Lengths of long calls, as far as the model has positions and tensors stay small."""
+        """Lengths of long calls, limited by the model's positions and the size of tensors."""
         nodes = ancestors(node, self.user, writers=self.writers, through_shapes=False)
         shapes = [value.shape for each in nodes if isinstance(value := value_of(each), Tensor) and each.op != "placeholder"]
         most = min(limit for limit in (self.form.max_tokens, longest, FARTHER[-1]) if limit is not None)
@@ -110,7 +110,7 @@ class RowProbe:
         return sorted({min(length, most) for length in FARTHER})
 
     def is_constant(self, node: fx.Node) -> bool:
-        """Whether all rows are the same, and at both lengths. Raises as `lengths`."""
+        """Whether all rows are equal, and the same at both lengths. Raises as `lengths`."""
         one, two = (self.at(node, length) for length in self.lengths(node))
         if not isinstance(one, Tensor):
             return type(one) is type(two) and bool(one == two)
@@ -122,9 +122,9 @@ class RowProbe:
         return bool(((one == two) | ((one != one) & (two != two))).all())
 
     def affine(self, node: fx.Node, given: Mapping[fx.Node, Any] | None = None) -> Affine | None:
-        """How a tensor counts rows along its one dimension T, the same at both lengths; None if it does not. Raises as `lengths`.
+        """How a tensor counts rows along its one dimension T, equally at both lengths; None if it does not. Raises as `lengths`.
 
-        `given`: whole numbers in place of what the tensor, then of whatever dtype, is made from.
+        `given`: integers in place of the tensors that it is made from, whatever their dtype.
         """
         axis = token_axis(node, self.form)
         if axis is None or (given is None and value_of(node).dtype == torch.bool):
@@ -132,13 +132,13 @@ class RowProbe:
         return self.affine_along(node, axis, given)
 
     def affine_along(self, node: fx.Node, axis: int, given: Mapping[fx.Node, Any] | None = None) -> Affine | None:
-        """The same along any dimension, which may have more rows than tokens. Raises as `lengths`."""
+        """`affine` along any dimension, which may have more rows than tokens. Raises as `lengths`."""
         found = {_affine(self.at(node, length, given), axis) for length in self.lengths(node)}
         return found.pop() if len(found) == 1 else None
 
 
 def _collapsed(value: Tensor, axis: int) -> Tensor | None:
-    """The first row, if all rows equal it (NaN counts as equal to NaN)."""
+    """The first row if all rows equal it (NaN equals NaN), else None."""
     row = value.narrow(axis, 0, 1)
     return row if bool(((value == row) | ((value != value) & (row != row))).all()) else None
 

@@ -23,13 +23,13 @@ aten = torch.ops.aten
 
 @dataclass
 class RowFacts:
-    """What all replacements in a graph share: what is known of its nodes, and what was made in front of earlier users."""
+    """State shared by all replacements in a graph: facts about its nodes, and nodes made for earlier users."""
 
     form: CallForm
     values: Values
     positions: BatchPositions
     writers: Writers
-    longest: int | None = None  # positions that the model says that it has
+    longest: int | None = None  # the number of positions that the model states
     results: Results = field(default_factory=dict)
     tables: dict[fx.Node, TableRows | None] = field(default_factory=dict)
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -47,23 +47,23 @@ class RowReplacement:
         return bool(self._tried(lambda: not self._varies(self.value)))
 
     def check_farther(self) -> None:
-        """Raises UnsupportedError where the rows of a short call are others in a long one."""
+        """Raises UnsupportedError if rows differ between a short and a long call."""
         short = self._tried(lambda: self.probe.lengths(self.value)[1])
         for length in self.probe.farther(self.value, self.shared.longest):
             try:
                 far = self.probe.at(self.value, length)
             except (IndexError, RuntimeError, KeyError):
-                return  # it has no more positions
+                return  # the model has fewer positions
             near = self.probe.at(self.value, short)
             if length > short and isinstance(near, Tensor) and not _close(near, _beginning(far, near)):
-                raise refusal(self.value, f"is another in a call of {length} tokens than in one of {short}")
+                raise refusal(self.value, f"differs between a call of {length} tokens and one of {short}")
 
     def _varies(self, node: fx.Node) -> bool:
-        """Whether something made of tensors differs from row to row, or with the number of rows."""
+        """Whether a value differs from row to row, or with the number of rows."""
         value = value_of(node)
         if node.op in ("placeholder", "get_attr") or isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
             return False
-        # Probes see the first rows only: what is taken off a table, or counts rows, may differ later (a scale that is 1 up to row 8,191).
+        # Probes see only the first rows: slices of a table and counted rows may differ later (a scale that is 1 up to row 8,191).
         counts_rows = any(self._seed(other) is not None or self._counts(other) for other in self._sliced(node))
         return counts_rows or not isinstance(value, Tensor) or not self.probe.is_constant(node)
 
@@ -71,7 +71,7 @@ class RowReplacement:
         return isinstance(value_of(node), Tensor) and self.probe.affine(node) is not None
 
     def make(self) -> fx.Node:
-        """The same for a ragged row, in front of the user."""
+        """The value for a ragged row, inserted before the user."""
         axis = token_axis(self.value, self.form)
         if axis is None:
             raise refusal(self.value, "has values that depend on the number of tokens")
@@ -87,7 +87,7 @@ class RowReplacement:
         try:
             return work()
         except (IndexError, RuntimeError, KeyError) as error:
-            raise refusal(self.value, f"cannot be evaluated alone ({type(error).__name__}: {error})") from error
+            raise refusal(self.value, f"cannot be evaluated by itself ({type(error).__name__}: {error})") from error
 
     def _seed(self, node: fx.Node) -> TableRows | None:
         if node not in self.shared.tables:
@@ -98,8 +98,8 @@ class RowReplacement:
         return ancestors(node, self.user, stop, self.shared.writers, through_shapes=False)
 
     def _find_seeds(self, node: fx.Node, seen: set[fx.Node]) -> None:
-        """The places where rows are first counted, or taken off a table: what is made from them there (a remainder, a clamp) may count
-        as far as probes see, and no further."""
+        """Collects the nodes where rows are first counted or sliced from a table. Values made from them (a remainder, a clamp) may look
+        like counted rows only within the probes' lengths."""
         if node in seen or node.op == "placeholder":
             return
         seen.add(node)
@@ -118,7 +118,7 @@ class RowReplacement:
             self._find_seeds(source, seen)
 
     def _counted_axis(self, node: fx.Node) -> int | None:
-        """The one dimension that depends on T: with more rows where a table is made longer than the call that it is made in."""
+        """The one dimension that depends on T; it may have more than T rows, if a table is made longer than the call."""
         value = value_of(node)
         if not isinstance(value, Tensor) or value.dtype == torch.bool:
             return None
@@ -144,7 +144,7 @@ class RowReplacement:
         return env[self.value]
 
     def _of_tokens(self, node: fx.Node) -> None:
-        """As many rows as tokens in the example value, where a table was longer."""
+        """Cuts the example value to T rows, if a table was longer."""
         axis, value = self._counted_axis(node), value_of(node)
         if axis is not None and token_axis(node, self.form) is None:
             tokens = value_of(self.positions.node).shape[0]
@@ -174,7 +174,7 @@ class RowReplacement:
         return result
 
     def _agrees(self, made: fx.Node, axis: int) -> bool:
-        """On a row of several requests: what each token gets is what it has in a call of its own."""
+        """Whether, on a row of several requests, each token gets the same value as in a call of its own."""
         short, long = self.probe.lengths(self.value)
         device = value_of(self.value).device
         ragged = torch.cat([torch.arange(short), torch.arange(long), torch.arange(short // 2, short)]).to(device)
@@ -189,14 +189,14 @@ class RowReplacement:
 
 
 def _beginning(far: Tensor, near: Tensor) -> Tensor:
-    """What lies where `near` has numbers."""
+    """`far`, cut to the shape of `near`."""
     for axis, size in enumerate(near.shape):
         far = far.narrow(axis, 0, min(size, far.shape[axis]))
     return far
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    """Equal but for the last bit of sines: whole numbers and truth values exactly."""
+    """Equal up to the last bit of sines; integers and booleans exactly."""
     if not one.dtype.is_floating_point and not one.dtype.is_complex:
         return torch.equal(one, other)
     limit = 1e-5 if one.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128) else 2e-2
@@ -213,7 +213,7 @@ def refusal(node: fx.Node, what: str) -> UnsupportedError:
 
 
 class TableRows(NamedTuple):
-    """Row i of the slice is row `rows.step * i + rows.start` along `axis` of `table`; `rest` is what else the indexing does."""
+    """Row i of the slice is row `rows.step * i + rows.start` along `axis` of `table`; `rest` is the remaining part of the index."""
 
     table: fx.Node
     axis: int
@@ -222,9 +222,9 @@ class TableRows(NamedTuple):
 
 
 def table_rows(node: fx.Node, probe: RowProbe, form: CallForm) -> TableRows | None:
-    """What a slice takes, or None if the node is not a slice of T rows of a tensor whose shape does not depend on T.
+    """The rows that a slice takes; None if the node is not a slice of T rows of a tensor whose shape does not depend on T.
 
-    Found by slicing tables of row numbers, so that it holds for any contents.
+    Found by slicing tables of row numbers, so it holds for any contents.
     """
     if name_of(node) not in ("getitem", "narrow", "__getitem__") or node.kwargs:
         return None
@@ -242,7 +242,7 @@ def table_rows(node: fx.Node, probe: RowProbe, form: CallForm) -> TableRows | No
 
 
 def _rows_along(node: fx.Node, axis: int, table: fx.Node, probe: RowProbe) -> Affine | None:
-    """How the result's rows count, if the table holds the row numbers along `axis`."""
+    """How the result counts rows if the table holds the row numbers along `axis`."""
     value = value_of(table)
     numbers = torch.arange(value.shape[axis], device=value.device)
     numbers = numbers.view([-1 if i == axis else 1 for i in range(value.dim())]).expand(tuple(value.shape))
@@ -250,7 +250,7 @@ def _rows_along(node: fx.Node, axis: int, table: fx.Node, probe: RowProbe) -> Af
 
 
 def _without_token_slice(node: fx.Node, form: CallForm) -> tuple[Any, ...]:
-    """The index of a getitem with everything of the sliced dimension kept, or of the one that a tensor of rows picks from."""
+    """The index of a getitem with the sliced dimension kept whole, also if a tensor of rows picks from it."""
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     slices = [part for part in index if isinstance(part, slice) and _mentions_tokens(part, form)]
     picks = [part for part in index if isinstance(part, fx.Node) and isinstance(value_of(part), Tensor)]

@@ -21,7 +21,7 @@ from paged_attn.passes.prove.dual_chunk import DualChunkProbe, DualChunkProof, p
 from paged_attn.passes.prove.mask_family import MaskFamily, match_family
 from paged_attn.passes.prove.mask_probe import MaskProbe, ShortTable, as_seen
 from paged_attn.passes.prove.mask_proof import MaskProof, prove, unproved
-from paged_attn.passes.prove.other_mask import OtherMask, is_causal_whatever_else
+from paged_attn.passes.prove.other_mask import OtherMask, hides_later_tokens
 from paged_attn.passes.prove.score_function import MORE_TOKENS, ScoreFunction, ScoreRegion, mixed_heads
 from paged_attn.passes.prove.score_subgraph import DependsOnHiddenStates, MixesTokens, Recomputable
 from paged_attn.passes.prove.subgraph_probe import SubgraphProbe
@@ -29,7 +29,7 @@ from paged_attn.passes.prove.subgraph_probe import SubgraphProbe
 
 @dataclass(frozen=True)
 class AttentionProof:
-    """How one site's q.k becomes weights; `evidence` and `declared` are the words for `explain`."""
+    """How one site's q.k becomes weights; `evidence` and `declared` are shown by `explain`."""
 
     family: MaskFamily
     function: ScoreFunction
@@ -44,7 +44,7 @@ class Prover:
     """Proves the attentions of one graph.
 
     Args:
-        model: what is being compiled, for what it states of itself; or None.
+        model: None if it is unknown; its config is compared with what was proved.
     """
 
     def __init__(self, form: CallForm, values: Values, model: nn.Module | None) -> None:
@@ -114,7 +114,7 @@ class Prover:
         except (Recomputable, ShortTable):
             raise
         except UnsupportedError as refusal:
-            if is_causal_whatever_else(probe):
+            if hides_later_tokens(probe):
                 raise OtherMask(str(refusal)) from refusal
             raise
 
@@ -132,7 +132,7 @@ class Prover:
             self._seen_further.add(key)
 
     def _key(self, probe: SubgraphProbe | ScoreRegion, sinks: fx.Node | None) -> Hashable:
-        """The same for probes that compute the same from equal inputs; sinks are not among a mask's inputs."""
+        """Equal for probes that compute the same from equal inputs. Sinks do not count as inputs of a mask."""
         index = {node: number for number, node in enumerate(probe.nodes)}
         parts: list[Hashable] = []
         for node in probe.nodes:
@@ -148,7 +148,7 @@ class Prover:
         return (index[probe.result], *parts)
 
     def _same_tensor(self, value: Tensor) -> int:
-        """A number shared by tensors that are equal."""
+        """The same number for equal tensors."""
         for number, known in enumerate(self._owned):
             alike = known.shape == value.shape and known.dtype == value.dtype and known.device == value.device
             if known is value or (alike and torch.equal(known, value)):
@@ -158,7 +158,7 @@ class Prover:
 
 
 def refuse_implausible(sites: list[AttentionSite], form: CallForm, values: Values) -> None:
-    """A call that is not paged still must not hide a model that can never be: its masks, as they are, must look like some family.
+    """Checks the masks of a call that is not paged: each must match some family, so that an unsupported model is still refused.
 
     Raises:
         UnsupportedError: a mask that matches none.
@@ -168,9 +168,9 @@ def refuse_implausible(sites: list[AttentionSite], form: CallForm, values: Value
         try:
             probe = MaskProbe(mask, site.node, form, values, site.where)
         except DependsOnHiddenStates:
-            continue  # a paged call evaluates it as it is
+            continue  # a paged call evaluates it at run time
         if any(form.roles.get(node) == "input_ids" and node not in probe.shapes for node in probe.nodes):
-            continue  # padding, maybe, which one call has and another has not
+            continue  # maybe padding, which differs between calls
         as_called = probe.evaluate_as_called()
         seen = as_seen(as_called, as_called.shape[-1], site.where).visible
         if match_family(seen) is None and np.triu(seen, 1).any():  # a causal mask can be recomputed

@@ -31,7 +31,7 @@ class BiasFamily:
     table: FloatArray | None = None
 
     def for_heads(self, count: int) -> BiasFamily:
-        """The same for `count` heads, if all heads share it so far."""
+        """The family for `count` heads, if so far it holds one head that all share."""
         if self.slopes is not None:
             return replace(self, slopes=self.slopes * count if len(self.slopes) == 1 else self.slopes)
         assert self.table is not None
@@ -45,7 +45,7 @@ class BiasFamily:
         return len(self.table)
 
     def of_head(self, head: int, length: int) -> FloatArray:
-        """[length, length] with the diagonal taken off; where the distance is negative, zeros."""
+        """[length, length] relative to the diagonal; zeros where the distance is negative."""
         if self.slopes is not None:
             ahead = np.arange(length, dtype=np.float64)
             matrix: FloatArray = self.slopes[head] * (ahead - ahead[:, None])
@@ -54,7 +54,7 @@ class BiasFamily:
         table = self.table[head, :length]
         if self.index == "key":
             return table - table[:, None]
-        by_offset = np.concatenate((table[::-1] - table[0], np.zeros(length - 1)))  # from the farthest key behind to the farthest ahead
+        by_offset = np.concatenate((table[::-1] - table[0], np.zeros(length - 1)))  # from the farthest past key to the farthest future key
         return sliding_window_view(by_offset, length)[::-1]
 
     def describe(self) -> str:
@@ -66,14 +66,14 @@ class BiasFamily:
 
 
 def match_bias(bias: FloatArray, visible: BoolMatrix) -> BiasFamily | None:
-    """The first family that equals `bias` [heads, T, T] where it is visible, rows shifted at will; None if there is none.
+    """The first family that equals `bias` [heads, T, T] where it is visible, up to a constant per row; None if there is none.
 
-    Only causal masks are looked at: no key may be ahead of its query.
+    Only for causal masks.
     """
     length = bias.shape[1]
     if np.triu(visible, 1).any() or length < 3:
         return None
-    last = bias[:, -1, :]  # everything that the last query sees
+    last = bias[:, -1, :]  # the bias that the last query sees
     if not visible[-1].all():
         return _match_windowed(bias, visible)
     nearest = bias[:, 1, 1] - bias[:, 1, 0]
@@ -90,7 +90,7 @@ def match_bias(bias: FloatArray, visible: BoolMatrix) -> BiasFamily | None:
 
 
 def _match_windowed(bias: FloatArray, visible: BoolMatrix) -> BiasFamily | None:
-    """Under a window or chunks only slopes can be read off, and a table over the distance as far as the window goes."""
+    """With a window or chunks, only slopes and a table over the distance (up to the window) can be found."""
     slopes = bias[:, 1, 1] - bias[:, 1, 0]
     family = BiasFamily(slopes=tuple(float(np.float32(s)) for s in slopes))
     if equals_bias(family, bias, visible):
@@ -103,12 +103,12 @@ def _match_windowed(bias: FloatArray, visible: BoolMatrix) -> BiasFamily | None:
 
 
 def equals_bias(family: BiasFamily, bias: FloatArray, visible: BoolMatrix) -> bool:
-    """Whether a family gives `bias` [heads or 1, T, T] on what is visible, up to float32 rounding."""
+    """Whether a family equals `bias` [heads or 1, T, T] where it is visible, up to float32 rounding."""
     length = bias.shape[1]
     if family.table is not None and family.table.shape[1] < length:
         return False
     allowed = RELATIVE_TOLERANCE * max(1e-3, *(_largest(own, visible) for own in bias))
-    for head in range(max(family.num_heads, len(bias))):  # one at a time: all are up to a gigabyte
+    for head in range(max(family.num_heads, len(bias))):  # one at a time: all together may take a gigabyte
         own = bias[min(head, len(bias) - 1)]
         expected = family.of_head(min(head, family.num_heads - 1), length)
         if not _largest(expected - (own - np.diagonal(own)[:, None]), visible) <= allowed:  # nor NaN

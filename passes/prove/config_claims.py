@@ -12,10 +12,10 @@ from paged_attn.passes.prove.mask_family import MaskFamily
 
 
 def check_declared(model: nn.Module | None, module: str, family: MaskFamily, has_mask: bool) -> str:
-    """Compare one layer's proved family with the model's own statements; returns the words for `explain`.
+    """Compares one layer's proved family with what the model states about it; returns the result in words for `explain`.
 
     Raises:
-        UnsupportedError: they disagree; an absent mask proves nothing by itself, so this is where its silence is caught.
+        UnsupportedError: they disagree. This also catches a missing mask, since its absence alone proves nothing.
     """
     config = text_config(model)
     if model is None or config is None:
@@ -38,7 +38,7 @@ def check_declared(model: nn.Module | None, module: str, family: MaskFamily, has
 
 
 def check_declared_chunks(model: nn.Module | None, module: str, chunk: int) -> str:
-    """The same for the chunks of dual chunk attention, where config.json has them as Qwen2.5-1M's does."""
+    """`check_declared` for dual chunk attention, whose config.json is like Qwen2.5-1M's."""
     config = text_config(model)
     declared = _dual_chunk_sizes(config)
     if declared is None:
@@ -61,10 +61,10 @@ def _dual_chunk_sizes(config: Any) -> tuple[int, int] | None:
 
 
 def _statements(config: Any, layer: nn.Module | None, kind: str | None, family: MaskFamily) -> list[tuple[str, Any, Any]]:
-    """(what, proved, declared) for everything that the model states; no statement where it says nothing."""
+    """(what, proved, declared) for each statement of the model; empty if it states nothing."""
     said: list[tuple[str, Any, Any]] = []
     window = _window(config, layer)
-    # A model without sliding layers may apply its window to all that it calls full.
+    # A model without sliding layers may apply its window to all layers that it calls full.
     no_kind_slides = "sliding_attention" not in (getattr(config, "layer_types", None) or ())
     if kind == "sliding_attention" or (kind == "full_attention" and no_kind_slides and family.window is not None):
         said.append(("sliding window", _that_bites(family.window, config), window))

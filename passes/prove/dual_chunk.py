@@ -23,8 +23,8 @@ from paged_attn.passes.fx.slicing import operation_limit
 from paged_attn.passes.prove.score_subgraph import Recomputable, score_path
 from paged_attn.passes.prove.subgraph_probe import SubgraphProbe
 
-MATCH_LENGTHS, CHECK_LENGTHS = (64, 67), (41, 83)  # at the two scales; 3 chunks of the largest number that is not scaled fit
-DIRECT_LENGTH, DIRECT_LIMIT, MOST_ELEMENTS = 130, 2304, 1 << 22  # unscaled check: shows 3 chunks if scores of so many tokens fit
+MATCH_LENGTHS, CHECK_LENGTHS = (64, 67), (41, 83)  # at the two scales; fit 3 chunks of the largest unscaled number
+DIRECT_LENGTH, DIRECT_LIMIT, MOST_ELEMENTS = 130, 2304, 1 << 22  # unscaled check: covers 3 chunks if their scores fit
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class DualChunkProof:
     """How one site's three queries become one output.
 
     Attributes:
-        order: the places among the site's queries of the intra-chunk, the successive-chunk and the inter-chunk one.
-        evidence, declared: the words for `explain`.
+        order: indices of the intra-chunk, successive-chunk and inter-chunk query among the site's queries.
+        evidence, declared: shown by `explain`.
     """
 
     order: tuple[int, ...]
@@ -44,10 +44,10 @@ class DualChunkProof:
 
 
 class DualChunkProbe(SubgraphProbe):
-    """The output of three queries, made from their products with the keys, and from the values.
+    """The output of three queries, computed from their products with the keys and from the values.
 
     Raises:
-        UnsupportedError: it is made from the tokens' hidden states, too.
+        UnsupportedError: it also depends on the tokens' hidden states.
     """
 
     def __init__(self, site: AttentionSite, scores: DualChunkScores, form: CallForm, values: Values) -> None:
@@ -61,7 +61,7 @@ class DualChunkProbe(SubgraphProbe):
             raise UnsupportedError(f"{reason}; attention with three queries per token is not recomputed") from reason
 
     def drawn(self, length: int) -> tuple[list[Tensor], Tensor]:
-        """Random products and values of a call of so many tokens, in the graph's own types."""
+        """Random products and values for a call of `length` tokens, in the graph's own dtypes."""
         draw = torch.Generator().manual_seed(length)
         tensors = []
         for like in map(value_of, (*self.products, self.weighted[0].right)):
@@ -75,7 +75,7 @@ class DualChunkProbe(SubgraphProbe):
         return self.evaluate((length,), scale, length, given).permute(self.order).double()
 
     def expected(self, products: Sequence[Tensor], values: Tensor, chunk: int, scale: float) -> Tensor:
-        """The formula, of products in the order of `PARTS`: [lead.., T, v_dim] in float64."""
+        """The result of the formula for products in the order of `PARTS`: [lead.., T, v_dim] in float64."""
         product, length = self.weighted[0], products[0].shape[-1]
         i, j = torch.arange(length, device=values.device)[:, None], torch.arange(length, device=values.device)
         back = i // chunk - j // chunk
@@ -86,7 +86,7 @@ class DualChunkProbe(SubgraphProbe):
         return torch.einsum(f"{canonical},{product.right_labels}->{product.labels}", weights, values.double())
 
     def match(self, length: int, scale: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        """The places of the products in the order of `PARTS`, and the length of a chunk, by the first row that each product changes."""
+        """The indices of the products in the order of `PARTS`, and the chunk length, from the first row that each product changes."""
         products, values = self.drawn(length)
         still = [torch.zeros_like(product) for product in products]
         at_rest, firsts = self.output(still, values, scale), []
@@ -101,7 +101,7 @@ class DualChunkProbe(SubgraphProbe):
         return order, chunk
 
     def check(self, length: int, scaling: Sequence[int] | None, order: Sequence[int], chunk: int, scale: float) -> float:
-        """The largest difference from the formula, as a part of what is allowed."""
+        """The largest difference from the formula, relative to the allowed one."""
         products, values = self.drawn(length)
         expected = self.expected([products[place] for place in order], values, chunk, scale)
         got = self.output(products, values, scaling)
@@ -141,7 +141,7 @@ def prove_dual_chunk(probe: DualChunkProbe) -> DualChunkProof:
 
 
 def _numbers(probe: DualChunkProbe) -> list[float]:
-    """What may be the scale: 1, the numbers of the arithmetic behind the products, and one over each."""
+    """Candidates for the scale: 1, the numbers in the arithmetic on the products, and their reciprocals."""
     path = score_path(probe.nodes, *probe.products)
     found = [float(each) for node in path for each in (*node.args, *node.kwargs.values()) if isinstance(each, (int, float)) and each > 0]
     return sorted({1.0, *found, *(1 / each for each in found)})

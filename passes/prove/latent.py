@@ -23,11 +23,11 @@ from paged_attn.passes.fx.slicing import ancestors, evaluate, operation_limit
 from paged_attn.passes.prove.attention import AttentionProof
 
 TOKENS = 5  # in each probe
-DIGIT = 128  # distinct numbers are given one digit at a time, since integers up to this are exact in every floating type
+DIGIT = 128  # distinct numbers are probed one digit at a time: integers up to this are exact in every floating-point dtype
 
 
 class NotLatent(Exception):
-    """Why an attention's keys and values stay expanded; the words go on from "its"."""
+    """Why an attention's keys and values stay expanded; the message continues the word "its"."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LatentProof:
 
 
 def latent_of(finder: LatentFinder, site: AttentionSite, proof: AttentionProof, pool_dtype: torch.dtype) -> LatentProof | str:
-    """What of an attention can be kept in place of keys and values; or why they stay: "" where it does not look otherwise."""
+    """The latent that replaces an attention's keys and values, or the reason why they stay: "" if it does not look latent."""
     found = finder.find(site)
     if isinstance(found, str):
         return found
@@ -64,7 +64,7 @@ def latent_of(finder: LatentFinder, site: AttentionSite, proof: AttentionProof, 
     except NotLatent as reason:
         return f"its {reason}"
     except MISFITS as error:
-        return f"its keys and values cannot be evaluated alone: {error}"
+        return f"its keys and values cannot be evaluated by themselves: {error}"
     except KeyError as error:
         return f"its keys and values are made of {error.args[0]}, too"
     return proved
@@ -106,7 +106,7 @@ def _maps(site: AttentionSite, found: LatentSite, form: CallForm) -> LatentProof
 
 
 def _sources_of(operand: fx.Node, user: fx.Node, given: list[fx.Node], starts: list[int], form: CallForm) -> Tensor:
-    """[heads, dim]: which element of the token's products and shared part, counted through, is element d of head h."""
+    """[heads, dim]: for element d of head h its index among the token's elements: all products and the shared part, concatenated."""
     nodes = ancestors(operand, user, frozenset(given))
     numbers = torch.arange(TOKENS * starts[-1]).view(TOKENS, -1)
     found, unit = torch.zeros((), dtype=torch.int64), 1
@@ -135,7 +135,7 @@ def _head_rows(sources: Tensor, what: str, found: LatentSite, starts: list[int])
 
 
 def _check_on_random_numbers(site: AttentionSite, proof: LatentProof, form: CallForm) -> None:
-    """Keys and values of random rows and weights."""
+    """Compares keys and values with the proved maps, on random rows and weights."""
     found, generator = proof.site, torch.Generator().manual_seed(11)
     latent = torch.randn(TOKENS, found.rank, generator=generator).double()
     rotated = torch.randn(TOKENS, found.num_rotated, generator=generator).double()
@@ -162,5 +162,5 @@ def _sizes(nodes: list[fx.Node], form: CallForm) -> dict[fx.Node, Any]:
 
 
 def _laid_out(rows: Tensor, node: fx.Node, form: CallForm) -> Tensor:
-    """Rows [T, width] in the shape of a node's value [.., T, width], on its device."""
+    """Rows [T, width] in the shape of a node's value [.., T, width] and on its device."""
     return rows.reshape(shape_at(node, form.num_tokens, TOKENS)).to(value_of(node).device)

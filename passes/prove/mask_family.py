@@ -14,7 +14,8 @@ BoolMatrix = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class MaskFamily:
-    """`j <= i` if causal, and `i - window < j`, and `i // chunk == j // chunk`, and `j < i + ahead`, which a causal one has no use for."""
+    """`j <= i` if causal, and `i - window < j`, `i // chunk == j // chunk`, `j < i + ahead`, each if not None; `ahead` is for
+    bidirectional masks."""
 
     causal: bool
     window: int | None = None
@@ -27,7 +28,7 @@ class MaskFamily:
         return matrix
 
     def sees(self, i: Any, j: Any) -> Any:
-        """Whether queries at positions i see keys at positions j: arrays or tensors that broadcast, and booleans of the same kind."""
+        """Whether queries at positions i see keys at positions j: arrays or tensors that broadcast; the result is boolean."""
         seen = (j <= i) if self.causal else (j == j) & (i == i)
         if self.window is not None:
             seen = seen & (i - self.window < j)
@@ -49,7 +50,7 @@ class MaskFamily:
 
 
 def match_family(mask: BoolMatrix) -> MaskFamily | None:
-    """The one family that equals a single sequence's mask [T, T] everywhere, or None."""
+    """The family that equals a single sequence's mask [T, T] everywhere, or None."""
     length = mask.shape[0]
     if mask.all():
         return MaskFamily(causal=False)
@@ -60,7 +61,7 @@ def match_family(mask: BoolMatrix) -> MaskFamily | None:
     longest_view = int((index - first).max()) + 1
     own_start = np.flatnonzero((first == index) & (index > 0))
     window = longest_view if longest_view < length else None
-    ahead = int((length - mask[:, ::-1].argmax(axis=1) - index).max())  # distance to the last visible key, plus one
+    ahead = int((length - mask[:, ::-1].argmax(axis=1) - index).max())  # 1 + distance to the last visible key
     chunk = int(own_start[0]) if len(own_start) else None
     for family in (
         MaskFamily(True),
@@ -75,10 +76,10 @@ def match_family(mask: BoolMatrix) -> MaskFamily | None:
 
 
 def packed_variants(family: MaskFamily, lengths: Sequence[int]) -> dict[str, BoolMatrix]:
-    """What a family's mask may be on a row of several packed sequences, each of which leaves a sequence alone unchanged.
+    """Possible masks of a family on a row of several packed sequences; for a single sequence all of them are its own mask.
 
-    "packed" separates the sequences; "row" ignores positions and treats the row as one sequence; "positions" compares positions
-    alone, across sequences; the mixtures take the window or chunk from one and the order from another.
+    "packed" separates the sequences; "row" ignores positions and treats the row as one sequence; "positions" compares only positions,
+    also across sequences; the others mix these.
     """
     total = sum(lengths)
     segment = np.repeat(np.arange(len(lengths)), lengths)

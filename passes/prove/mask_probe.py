@@ -22,11 +22,11 @@ from paged_attn.passes.prove.score_subgraph import zeros_for
 from paged_attn.passes.prove.subgraph_probe import ProbeFailed, SubgraphProbe
 
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, F.conv1d, F.conv2d)
-SMALLEST_TABLE = 32  # positions that suffice to tell windows and chunks of the scaled sizes apart
+SMALLEST_TABLE = 32  # positions needed to tell windows and chunks of the scaled sizes apart
 
 
 class ShortTable(UnsupportedError):
-    """A mask's table has too few positions (`length`) for a proof; it may be one that grows in forward."""
+    """A mask's table has too few positions (`length`) for a proof; it may be one that grows during forward."""
 
     def __init__(self, what: str, length: int) -> None:
         super().__init__(what)
@@ -35,7 +35,7 @@ class ShortTable(UnsupportedError):
 
 @dataclass(frozen=True)
 class Seen:
-    """What a mask did on one row of T tokens: visible [T, T], and bias [heads, T, T] float64, 0 where hidden; None if it adds nothing."""
+    """A mask's effect on one row of T tokens: visible [T, T], and bias [heads, T, T] float64, 0 where hidden; None without a bias."""
 
     visible: BoolMatrix
     bias: FloatArray | None = None
@@ -45,21 +45,21 @@ class MaskProbe(SubgraphProbe):
     """The subgraph behind one mask (or behind the whole scores).
 
     Args:
-        mask: the node given to an attention as its mask; or, with `products`, the scores given to its softmax.
+        mask: the mask node passed to an attention; with `products`, the scores passed to its softmax.
         user: that attention.
-        products: q.k before anything was done to it; taken as zeros, so that the scores are mask and bias alone.
+        products: q.k before any operation on it; evaluated as zeros, so that the scores are mask and bias only.
     """
 
     def __init__(self, mask: fx.Node, user: fx.Node, form: CallForm, values: Values, where: str, products: fx.Node | None = None) -> None:
         stops = () if products is None else (products,)
         super().__init__(mask, user, form, values, where, stops=stops, products=stops)
         self.products = products
-        self.table_ends: list[int] = []  # with LIMITS: the longest probes for which the tables suffice
-        self.stored_end = 0  # how long the stored tensors are that rows are taken off the end of
-        # Heads only differ by what is added to them: one head of zeros broadcasts, and a probe of many tokens costs that much less.
+        self.table_ends: list[int] = []  # with LIMITS: the longest probes that the tables cover
+        self.stored_end = 0  # length of the stored tensors from whose end rows are taken
+        # Heads differ only by what is added to them, and one head of zeros broadcasts: a long probe is cheaper by the number of heads.
         self.one_head = products is not None
         self.first_column = 0  # first key column of the softmax: 1 after a sink
-        # A mask that is read from a stored table (or multiplies weights) shows itself only over that table's length.
+        # A mask that is read from a stored table (or multiplies weights) is only known over that table's length.
         owned = [v for node, v in self.owned.items() if not _is_weight(node)]
         self.stored_length = min(max((size for v in owned for size in v.shape), default=0), 4096)  # longest possible table
         tables = [v.shape[-1] for v in owned if v.dim() >= 2 and v.shape[-1] == v.shape[-2] > 1]
@@ -69,7 +69,7 @@ class MaskProbe(SubgraphProbe):
             raise ShortTable(what, self.table_length)
 
     def run(self, lengths: Sequence[int], scale: Sequence[int] | None, seed: int) -> Seen:
-        """What is seen on a row of sequences of these lengths; `scale` None leaves literals as they are.
+        """Evaluates the mask on a row of sequences of these lengths; with `scale` None, literals are unchanged.
 
         Raises:
             UnsupportedError: what is visible differs by head, or the mask is not [.., T, T].
@@ -78,25 +78,25 @@ class MaskProbe(SubgraphProbe):
         if self.one_head:
             try:
                 return self._run(lengths, scale, seed)
-            except ProbeFailed:  # it takes the heads apart, or joins them with something that has as many
+            except ProbeFailed:  # the graph splits the heads, or combines them with another tensor that has all heads
                 self.one_head = False
         return self._run(lengths, scale, seed)
 
     @property
     def num_heads(self) -> int:
-        """How many heads of scores a probe evaluates."""
+        """How many heads of scores a probe computes."""
         return 1 if self.products is None or self.one_head else math.prod(shape_at(self.products, self.form.num_tokens, 1)[:-2])
 
     def _run(self, lengths: Sequence[int], scale: Sequence[int] | None, seed: int) -> Seen:
         total, given = sum(lengths), {}
-        if self.products is not None:  # float64, so that probes see no rounding of their own
+        if self.products is not None:  # float64, so that probes add no rounding errors
             zeros = zeros_for(self.products, self.form, total, torch.float64)
             given[self.products] = zeros[tuple(slice(0, 1) for _ in zeros.shape[:-2])] if self.one_head else zeros
         mask = self.evaluate(lengths, scale, seed, given)
         return as_seen(mask if self.products is None else mask[..., self.first_column : self.first_column + total], total, self.where)
 
     def evaluate_as_called(self) -> Tensor:
-        """The mask of the very call that was traced, on its own inputs."""
+        """The mask of the traced call itself, on its own inputs."""
         given = {node: as_traced(self.values[node]) for node in self.nodes if node.op == "placeholder"}
         for node in self.shapes:
             value = value_of(node)
@@ -106,12 +106,12 @@ class MaskProbe(SubgraphProbe):
 
 
 def _is_weight(node: fx.Node) -> bool:
-    """Whether it is a weight of linear layers, such as those that make a bias of a distance, or taps: of any size, and of no position."""
+    """Whether it is a weight of linear or convolution layers (such as those that turn a distance into a bias), not a table of positions."""
     return bool(node.users) and all(user.target in {*LINEARS, *CONVOLUTIONS} and user.args[1:2] == (node,) for user in node.users)
 
 
 def as_seen(mask: Tensor, total: int, where: str) -> Seen:
-    """A boolean or additive mask that broadcasts to [.., T, T], as what is visible and what is added there.
+    """Splits a boolean or additive mask that broadcasts to [.., T, T] into visibility and bias.
 
     Raises:
         UnsupportedError: see `MaskProbe.run`.
@@ -135,5 +135,5 @@ def as_seen(mask: Tensor, total: int, where: str) -> Seen:
     if added is None:
         return Seen(visible)
     bias = np.where(visible, added.expand(*added.shape[:-2], total, total).reshape(-1, total, total).numpy(force=True), 0.0)
-    by_row = bias[:, np.arange(total), visible.argmax(axis=1)][:, :, None]  # softmax does not see what a whole row shares
+    by_row = bias[:, np.arange(total), visible.argmax(axis=1)][:, :, None]  # a constant added to a row does not change its softmax
     return Seen(visible, bias if any(np.any(own - row, where=visible) for own, row in zip(bias, by_row, strict=True)) else None)

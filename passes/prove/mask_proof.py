@@ -17,24 +17,24 @@ from paged_attn.passes.prove.subgraph_probe import LIMITS, SCALES, ProbeFailed
 MATCH_LENGTHS = (59, 67)
 CHECK_LENGTHS = (41, 83)
 PACKINGS = ((5, 26, 31), (1, 34, 9, 12))
-DIRECT_LENGTH, DIRECT_LIMIT = 609, 2304  # a family is also checked on one unscaled mask, of more tokens if these suffice to show it
+DIRECT_LENGTH, DIRECT_LIMIT = 609, 2304  # tokens of the one unscaled check; up to the limit if the family only shows on more tokens
 MOST_DIRECT_ELEMENTS = 1 << 24
-LONGEST_BIAS = 4096  # tokens for which an ever-changing bias is tabulated, if the model states no limit
-MOST_BIAS_ELEMENTS = 1 << 27  # in one bias evaluated for all positions of a model
+LONGEST_BIAS = 4096  # tokens for which a bias that keeps changing is tabulated, if the model states no limit
+MOST_BIAS_ELEMENTS = 1 << 27  # of one bias, evaluated for all positions of a model
 
 
 @dataclass(frozen=True)
 class MaskProof:
-    """A family, what is added to the scores, and the words that say how it was proved."""
+    """A mask family, the bias added to the scores, and how they were proved, in words."""
 
     family: MaskFamily
     evidence: str
     bias: BiasFamily | None = None
-    max_tokens: int | None = None  # a table in the mask, or of the bias, ends here
+    max_tokens: int | None = None  # where a table of the mask or the bias ends
 
 
 def prove(probe: MaskProbe, max_positions: int | None = None) -> MaskProof:
-    """Find the family of a traced mask, and of the bias that it adds; `max_positions` is how far a bias must be known.
+    """Finds the family of a traced mask and of its bias; the bias must be known for `max_positions`.
 
     Raises:
         UnsupportedError: no family fits, or the two scales do not agree; the message holds the layer and the mask.
@@ -53,7 +53,7 @@ def prove(probe: MaskProbe, max_positions: int | None = None) -> MaskProof:
         if ends := probe.ends_of_stored():
             probe.literals, probe.stored_end = [literal for literal in every if literal not in ends], min(ends)
             return _prove(probe, max_positions)
-        # Or belong to the bias, as the number of heads does where slopes are computed: small enough, the unscaled probe shows it.
+        # Or the numbers belong to the bias, as the number of heads does in computed slopes: small ones are covered by the unscaled probe.
         probe.literals = [literal for literal in every if literal > DIRECT_LENGTH // 2]
         if len(probe.literals) == len(every) or probe.run((DIRECT_LENGTH,), None, seed=0).bias is None:
             raise
@@ -62,10 +62,10 @@ def prove(probe: MaskProbe, max_positions: int | None = None) -> MaskProof:
 
 
 def _table_limit(probe: MaskProbe) -> int:
-    """For how many tokens the tables in a mask suffice; from here on its numbers are scaled to lengths above the probes'.
+    """The number of tokens that the mask's tables cover; afterwards its numbers are scaled to lengths above the probes'.
 
     Raises:
-        ProbeFailed: the numbers are no such lengths.
+        ProbeFailed: the numbers are not lengths of tables.
     """
     probe.scales, probe.table_ends = LIMITS, []
     ends = set()
@@ -109,17 +109,17 @@ def _prove(probe: MaskProbe, max_positions: int | None) -> MaskProof:
 
 
 def _match_lengths(probe: MaskProbe) -> tuple[int, ...]:
-    """A table is looked at over its whole length, which for a computed one is scaled."""
+    """The lengths of the two matching probes: a table is probed over its whole length, or its scaled length if it is computed."""
     if probe.scales is LIMITS:
         return tuple(probe.table_ends)
     return tuple(probe.table_length - extra for extra in range(len(MATCH_LENGTHS))) if probe.table_length else MATCH_LENGTHS
 
 
 def _unscale(probe: MaskProbe, found: list[MaskFamily]) -> MaskFamily:
-    """The family in the model's own numbers: each limit is a small literal, or a large one (plus or minus one) seen at both scales."""
+    """The family in the model's own numbers: each limit is a small literal, or a large one (plus or minus one) found at both scales."""
     first, second = found
     if first.causal != second.causal:
-        raise _unexplained(probe, "it is causal on one probe alone")
+        raise _unexplained(probe, "it is causal on only one of two probes")
 
     def limit(name: str) -> int | None:
         a, b = getattr(first, name), getattr(second, name)
@@ -131,7 +131,7 @@ def _unscale(probe: MaskProbe, found: list[MaskFamily]) -> MaskFamily:
 
 
 def _direct_length(probe: MaskProbe, family: MaskFamily, max_positions: int | None, heads: int) -> int:
-    """`heads`: that the mask or bias differs for."""
+    """`heads`: number of heads between which mask or bias differ."""
     longest = min(DIRECT_LIMIT, math.isqrt(MOST_DIRECT_ELEMENTS // probe.num_heads))
     length = max((limit + 97 for limit in family.limits if limit + 97 <= longest), default=0)
     if probe.stored_length > DIRECT_LENGTH:  # numbers in a tensor may begin to matter anywhere in it
@@ -142,9 +142,9 @@ def _direct_length(probe: MaskProbe, family: MaskFamily, max_positions: int | No
 
 
 def _explain_numbers(probe: MaskProbe, family: MaskFamily, direct: Seen) -> None:
-    """Every large number in the mask must be its window or its chunk (or within 2 of it): what else it does, small probes may not show.
+    """Every large number in the mask must be its window or chunk (within 2): small probes may not show any other effect.
 
-    A bias has numbers of its own (T5's 128, ALiBi's 1/256): those are shown by the direct probe, which is more than twice as long.
+    The numbers of a bias (T5's 128, ALiBi's 1/256) are covered by the direct probe, which is more than twice as long.
     """
     limits = family.limits
     shown = len(direct.visible) // 2 if direct.bias is not None else 0
@@ -167,14 +167,14 @@ def _check(probe: MaskProbe, found: list[MaskFamily], family: MaskFamily, direct
             raise unproved(probe.where, mask, f"it is {scaled.describe()} on one probe but not on {length} tokens")
         mask = probe.run(packing, scale, seed=length + 1).visible
         if not any(np.array_equal(variant, mask) for variant in packed_variants(scaled, packing).values()):
-            packed = f"packed sequences {packing} see each other in a way no rule explains"
+            packed = f"packed sequences {packing} see each other in a way that no rule explains"
             raise unproved(probe.where, mask, f"it is {scaled.describe()} for one sequence, but {packed}")
     if not np.array_equal(family.matrix(len(direct)), direct):
         raise unproved(probe.where, direct, f"small probes say {family.describe()}, but the mask of {len(direct)} tokens is another")
 
 
 def _prove_bias(probe: MaskProbe, visible: BoolMatrix, bias: FloatArray, max_positions: int | None) -> BiasFamily:
-    """The family of what is added to the scores, known for as many positions as the model has."""
+    """The family of the bias added to the scores, for as many positions as the model has."""
     family = match_bias(bias, visible)
     if family is None:
         raise _unknown_bias(probe, visible, bias, "matches no known family")
@@ -193,7 +193,7 @@ def _prove_bias(probe: MaskProbe, visible: BoolMatrix, bias: FloatArray, max_pos
 
 
 def _saturates(family: BiasFamily) -> bool:
-    """Whether a table over distances has long stopped changing where it ends."""
+    """Whether a table over distances is constant over its second half."""
     assert family.table is not None
     half = family.table.shape[1] // 2
     return family.index == "distance" and bool((family.table[:, half:] == family.table[:, half : half + 1]).all())
@@ -203,7 +203,7 @@ def _unknown_bias(probe: MaskProbe, visible: BoolMatrix, bias: FloatArray, why: 
     low, high = bias[:, visible].min(), bias[:, visible].max()
     return UnsupportedError(
         f"{probe.where}: its additive mask holds values besides 0 and -inf (from {low:g} to {high:g}), a bias that {why}. "
-        "Known are ALiBi and biases that depend on the distance or on the key's position alone. "
+        "Known are ALiBi and biases that depend only on the distance or only on the key's position. "
         f"What it leaves visible (query = line, key = column):\n{draw(visible)}"
     )
 
@@ -213,7 +213,7 @@ def _unexplained(probe: MaskProbe, why: str) -> UnsupportedError:
 
 
 def unproved(where: str, mask: BoolMatrix, why: str) -> UnsupportedError:
-    """The error for a mask that no proof covers; it prints the mask."""
+    """The error for an unproved mask; it prints the mask."""
     return UnsupportedError(
         f"{where}: its attention mask cannot be proved: {why}. Its first rows (query = line, key = column):\n{draw(mask)}\n"
         "Known families: causal, sliding window, chunk, their intersections, and bidirectional, with a window or without. "

@@ -20,17 +20,15 @@ LENGTHS = (61, 333, 609)
 
 
 class OtherMask(Recomputable):
-    """A mask made from positions alone that hides all later tokens, and of which no more is known."""
+    """A mask of unknown family that is made only from positions and hides all later tokens."""
 
     what = "a mask of no known family"
 
 
-def is_causal_whatever_else(probe: MaskProbe) -> bool:
-    """Whether a mask hides what is ahead, and is no other one where more tokens follow, also with its large numbers scaled down.
+def hides_later_tokens(probe: MaskProbe) -> bool:
+    """Whether a mask hides all later tokens and does not depend on how many there are, also with its large numbers scaled down.
 
-    False where that cannot be seen.
-
-    Not of masks that are made from token ids: those are not rows that are kept.
+    False if this cannot be decided, and for masks made from token ids, of which no rows are kept.
     """
     if any(probe.form.roles.get(node) == "input_ids" and node not in probe.shapes for node in probe.nodes):
         return False
@@ -50,7 +48,7 @@ def _is_causal(masks: list[Tensor]) -> bool:
 
 
 def _rows_of(probe: MaskProbe, length: int, scale: Sequence[int] | None) -> Tensor:
-    """[heads, T, T]: what is added; HIDES and less are one."""
+    """What a mask adds, [heads, T, T], clamped to HIDES."""
     given = {} if probe.products is None else {probe.products: zeros_for(probe.products, probe.form, length, torch.float64)}
     mask = probe.evaluate((length,), scale, 0, given)
     if probe.products is not None:

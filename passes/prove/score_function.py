@@ -29,9 +29,9 @@ TOKENS, MORE_TOKENS = 11, 609
 MOST_SCORES = 1 << 22  # elements
 EXACT, ROUNDED = 2e-5, 2e-2  # relative to the largest value; ROUNDED where the graph computes scores or weights in 16 bits
 SATURATED = 1e7
-FAR, FAR_IN_LOGARITHMS = 50.0, 30.0  # the largest products, and scores where these are read off weights: exp() of more is 0 or infinite
+FAR, FAR_IN_LOGARITHMS = 50.0, 30.0  # largest products, and scores that are read off weights: exp() of more is 0 or infinite
 ALIKE = 1e-3  # tolerance between weights and sinks of the same rows, computed in two ways
-NOTHING = 4e-6  # weight that counts as zero in a row
+NOTHING = 4e-6  # weights up to this count as zero
 HIDDEN = -1e30
 
 
@@ -40,10 +40,10 @@ class ScoreFunction:
     """scores = softcap * tanh(scale * q.k / softcap), or scale * q.k without a softcap.
 
     Attributes:
-        first_column: where the keys begin among the softmax's columns: 1 if a sink comes first.
-        sinks: the node [heads] whose values are the sinks' logits, or None.
-        constant_sinks: the logits [heads] themselves, where they are constants of the graph.
-        by_head: what the products of each head are multiplied with besides, where that differs (a learned temperature).
+        first_column: index of the first key among the softmax's columns: 1 if a sink comes first.
+        sinks: the node [heads] that holds the sinks' logits, or None.
+        constant_sinks: the logits [heads] themselves, if they are constants of the graph.
+        by_head: a further factor of each head's products, if heads differ (a learned temperature).
     """
 
     scale: float
@@ -58,7 +58,7 @@ class ScoreFunction:
         return self.sinks is not None or self.constant_sinks is not None
 
     def of(self, products: FloatArray) -> FloatArray:
-        """The scores of q.k, without mask and sinks."""
+        """The scores for products q.k, without mask and sinks."""
         scaled = self.scale * products
         return scaled if self.softcap is None else np.asarray(self.softcap * np.tanh(scaled / self.softcap))
 
@@ -71,20 +71,20 @@ class ScoreFunction:
 
 
 def mixed_heads(site: AttentionSite, form: CallForm, values: Values) -> MixesHeads | None:
-    """The refusal of an attention that makes the scores or weights of one head from products of others; None for any other."""
+    """The refusal of an attention in which scores or weights of a head depend on other heads' products; None for any other attention."""
     try:
         ScoreRegion(site, form, values).check_heads()
-    except UnsupportedError as reason:  # for any other refusal, no part can be evaluated by itself
+    except UnsupportedError as reason:  # any other refusal: the parts cannot be evaluated separately
         return reason if isinstance(reason, MixesHeads) else None
     return None
 
 
 class ScoreRegion:
-    """What is between the products and the weights of a written-out attention, evaluated on a row of tokens.
+    """The nodes between the products and the weights of a written-out attention, evaluated on a row of tokens.
 
     Attributes:
-        nodes, shapes, stops, result: as of a `SubgraphProbe`.
-        sample, products: random products [.., T, T] in float64, and as they are evaluated [heads, T, T]: zero on the diagonal.
+        nodes, shapes, stops, result: as in `SubgraphProbe`.
+        sample, products: random products [.., T, T] in float64, and as evaluated [heads, T, T], with zeros on the diagonal.
     """
 
     def __init__(self, site: AttentionSite, form: CallForm, values: Values, tokens: int = TOKENS) -> None:
@@ -104,11 +104,11 @@ class ScoreRegion:
         self.products[:, np.arange(tokens), np.arange(tokens)] = 0.0
 
     def prove(self) -> ScoreFunction:
-        """Read scale, softcap and sinks off the values.
+        """Reads scale, softcap and sinks off the values.
 
         Raises:
-            MixesHeads: those of one head are made from products of others.
-            UnsupportedError: the scores are no such function of q.k, the weights are not their softmax, or the sinks are not one logit a
+            MixesHeads: scores or weights of a head depend on other heads' products.
+            UnsupportedError: the scores are no such function of q.k, the weights are not their softmax, or the sinks are not one logit per
                 head.
         """
         if self.scores.of_weights and not self._softmax_gives_weights(0):
@@ -120,7 +120,7 @@ class ScoreRegion:
         return function
 
     def check_further(self, function: ScoreFunction, longest: int | None) -> None:
-        """The same on as many tokens, up to `longest`, as show what changes with a distance, a row or a column. Raises as `prove`."""
+        """Checks the function on enough tokens, up to `longest`, to show changes with distance, row or column. Raises as `prove`."""
         tokens = min(longest or MORE_TOKENS, MORE_TOKENS, math.isqrt(MOST_SCORES // len(self.products)))
         further = ScoreRegion(self.site, self.form, self.values, max(tokens, TOKENS))
         further.check_scores(function)
@@ -131,7 +131,7 @@ class ScoreRegion:
             further.check_sinks(function)
 
     def run(self, products: Tensor, result: fx.Node, diagonal: float = 0.0) -> FloatArray:
-        """The value [heads, T, columns] of a node for these products, whose diagonals are set to zero, or to another number."""
+        """The value [heads, T, columns] of a node for these products with `diagonal` on their diagonals."""
         index = torch.arange(self.tokens)
         given = products.clone()
         given[..., index, index] = diagonal
@@ -140,28 +140,28 @@ class ScoreRegion:
         return np.asarray(value.reshape(-1, self.tokens, value.shape[-1]).numpy(force=True))
 
     def _evaluated(self, products: Tensor, result: fx.Node) -> Tensor:
-        """On products in float64, or, where they meet a tensor of the model that wants its own dtype, in the graph's."""
+        """Evaluated in float64, or in the graph's dtype if another operand requires that."""
         own = value_of(self.scores.products).dtype
         for dtype in (products.dtype, own):
             try:
                 value: Tensor = evaluate(self.nodes, {**self.given, self.scores.products: products.to(dtype)}, result)
             except (RuntimeError, IndexError) as error:
                 if dtype is own:
-                    raise self.refusal(f"what is between its products and its weights cannot be evaluated alone: {error}") from error
+                    raise self.refusal(f"the graph between its products and weights cannot be evaluated: {error}") from error
             else:
                 return value
         raise AssertionError("the graph's own dtype was tried last")
 
     def check_heads(self) -> None:
-        """Change the products of the first head: the scores and weights of the others must not move."""
+        """Changes the products of the first head: scores and weights of the others must stay the same."""
         changed = self.sample.clone().view(-1, self.tokens, self.tokens)
         changed[0] = -changed[0] + 1
         for result, what in ((self.scores.scores, "scores"), (self.scores.weights, "weights")):
             before, after = (np.nan_to_num(self.run(each.view(self.sample.shape), result)[1:]) for each in (self.sample, changed))
             if before.shape == after.shape and not _close(before, after):
                 raise MixesHeads(
-                    f"{self.site.where}: attention that is written out as a softmax cannot be proved: the {what} of a head are made from "
-                    "the products of others, too (talking heads). Run this model without paged_attn, or report it."
+                    f"{self.site.where}: attention that is written out as a softmax cannot be proved: the {what} of a head also depend on "
+                    "the products of other heads (talking heads). Run this model without paged_attn, or report it."
                 )
 
     def fit(self) -> ScoreFunction:
@@ -177,7 +177,7 @@ class ScoreRegion:
         if by_head is not None:
             seen, moved = self._seen_and_moved(still, first, by_head)
         if not seen.size:
-            raise self.refusal("a query and a key whose product is 0 do not meet")
+            raise self.refusal("the mask hides all queries and keys whose product is 0")
         softcap, scale = None, float((moved(1.0) * seen).sum() / (seen * seen).sum())
         far = FAR
         if self.scores.of_weights:
@@ -204,29 +204,29 @@ class ScoreRegion:
         return function
 
     def _sink_of(self, scores: FloatArray, first: int) -> FloatArray:
-        """[heads, T]: relative to the score of q.k = 0."""
+        """[heads, T]: the sink relative to the score of q.k = 0."""
         return scores[:, :, 0 if first else self.tokens] - np.diagonal(scores[:, :, first : first + self.tokens], axis1=1, axis2=2)
 
     def _lacking(self, function: ScoreFunction) -> FloatArray:
-        """What the weights of each query lack of 1, also where all products are large or far below 0: a `+ 1e-8` in their sum is a sink
-        unless the largest of `exp(x - max)` is 1."""
+        """1 - the sum of each query's weights, also for products that are all very large or very small: `+ 1e-8` in the denominator is a
+        sink unless the largest `exp(x - max)` is 1."""
         far = FAR_IN_LOGARITHMS / max(abs(function.scale), 1e-6)
         return np.stack([1 - self.run(self.sample + at, self.scores.weights, at).sum(-1) for at in (0.0, far, -far)])
 
     def check_sums(self, function: ScoreFunction) -> None:
-        """Check weights that no softmax makes: those of a query add up to 1, or to less where there is a sink."""
+        """Checks weights that no softmax makes: those of a query add up to 1, or to less if there is a sink."""
         lacking = self._lacking(function)
         most = 1.0 if function.has_sinks else NOTHING
         if not ((lacking >= -NOTHING) & (lacking <= most)).all() or min(function.constant_sinks or [0.0]) <= HIDES:
             raise self.refusal("those of a query do not add up to 1")
 
     def check_sinks(self, function: ScoreFunction) -> None:
-        """Check that they are the same for all rows of these tokens, too."""
+        """Checks that the sinks are the same for all rows of these tokens."""
         logits = self._sink_of(self.run(torch.zeros_like(self.sample), self.scores.scores), function.first_column)
         known = function.constant_sinks or self.given[function.sinks].double().flatten().numpy(force=True)  # type: ignore[index]
         expected = np.broadcast_to(np.asarray(known)[:, None], logits.shape)
         if not np.abs(expected - logits).max() <= ALIKE * max(1.0, float(np.abs(expected).max())):
-            raise self.refusal(f"its sinks are others on {self.tokens} tokens than on {TOKENS}")
+            raise self.refusal(f"its sinks differ between {self.tokens} and {TOKENS} tokens")
 
     def _first_column(self) -> int:
         for first in (0, 1):
@@ -241,7 +241,7 @@ class ScoreRegion:
         return weights.shape == expected.shape and _close(expected, weights, ROUNDED if rounded else ALIKE)
 
     def _by_head(self, still: FloatArray, first: int) -> tuple[float, ...] | None:
-        """What the scores of each head are multiples of q.k by, relative to the largest; None where these are alike, or no such."""
+        """Each head's factor of q.k, relative to the largest; None if heads do not differ, or their scores are not multiples of q.k."""
         scores = self.run(self.sample, self.scores.scores)[:, :, first : first + self.tokens]
         still = still[:, :, first : first + self.tokens]
         visible = still > HIDES
@@ -255,7 +255,7 @@ class ScoreRegion:
     def _seen_and_moved(
         self, still: FloatArray, first: int, by_head: tuple[float, ...] | None = None
     ) -> tuple[FloatArray, Callable[[float], FloatArray]]:
-        """The products that no mask hides, and, of a number, what the scores make of them times it; `still`: the scores of zeros."""
+        """The products that no mask hides, and a function: factor -> what the scores make of them times it. `still`: scores of zeros."""
         still = still[:, :, first : first + self.tokens]
         visible = still > HIDES
 
@@ -267,7 +267,7 @@ class ScoreRegion:
         return products[visible], moved
 
     def check_scores(self, function: ScoreFunction) -> None:
-        """Check that scores are this function of q.k at any distance, as far as these tokens show it."""
+        """Checks that scores are this function of q.k at every distance that these tokens show."""
         still = self.run(torch.zeros_like(self.sample), self.scores.scores)
         seen, moved = self._seen_and_moved(still, function.first_column, function.by_head)
         if not _close(function.of(seen), moved(1.0)):
@@ -276,7 +276,7 @@ class ScoreRegion:
             )
 
     def check_numbers(self) -> None:
-        """What is made of the number of tokens, or changes at a distance, shows at lengths that nobody tries."""
+        """Refuses numbers made from T, or large enough to start to matter at a distance: no probe is long enough to show these."""
         for node in sorted(score_path(self.nodes, self.scores.products)):
             if counts := counts_in_numbers(node, self.form):
                 raise self.refusal(f"{counts[0].name}, which is made from the number of tokens, goes into the numbers of {node.name}")
@@ -287,14 +287,14 @@ class ScoreRegion:
         after = [node for node in needed if node not in before and not _is_inactive_dropout(node)]
         owned = {node: value for node in after if isinstance(value := self.given.get(node), Tensor)}
         if numbers := [*hidden_numbers(after, owned), *map(str, scaled_numbers(after))]:
-            raise self.refusal(f"what is done to its weights after the softmax holds {', '.join(numbers)}, which may begin to matter later")
+            raise self.refusal(f"operations on its weights after the softmax hold {', '.join(numbers)}, which may start to matter later")
 
     def check_weights(self, first: int) -> None:
         if not self._softmax_gives_weights(first):
-            raise self.refusal("its weights are not the softmax of its scores: something is done to them before they meet the values")
+            raise self.refusal("its weights are not the softmax of its scores: they are changed before they are multiplied with the values")
 
     def _sinks(self, logits: FloatArray) -> tuple[fx.Node | None, tuple[float, ...] | None]:
-        """The owned tensor that holds the sinks' logits [heads, T], or the logits themselves if they are the graph's own constants."""
+        """The owned tensor with the sinks' logits [heads, T], or the logits themselves if they are constants of the graph."""
         if not _close(np.broadcast_to(logits[:, :1], logits.shape), logits):
             raise self.refusal("its sink differs between queries")
         heads = logits.shape[0]
@@ -340,7 +340,7 @@ def _close(expected: FloatArray, got: FloatArray, tolerance: float = EXACT) -> b
 
 
 def _rounded(number: float) -> float:
-    """A fitted number without the noise of its fit: the nearest simple one (1, 50, 0.25, 1/n, 1/sqrt(n)) if it is that near."""
+    """A fitted number without the noise of the fit: the nearest simple number (1, 50, 0.25, 1/n, 1/sqrt(n)) if there is one close by."""
     candidates = [round(number, 6)]
     if 1e-6 < abs(number) < 1:
         candidates += [math.copysign(round(1 / number**2) ** -0.5, number), 1 / round(1 / number, 6)]

@@ -16,10 +16,10 @@ from paged_attn.passes.fx.mask_literals import SMALL_TENSOR
 from paged_attn.passes.fx.slicing import ancestors
 from paged_attn.passes.fx.token_data import read_inputs
 
-# Elementwise arithmetic: on scores its numbers are scales and caps, which `score_function` proves on values.
+# Elementwise arithmetic. On scores, its numbers are scales and caps, which `score_function` proves on values.
 _ARITHMETIC = {"mul", "imul", "multiply", "div", "truediv", "itruediv", "true_divide", "divide", "tanh", "add", "iadd", "sub", "isub",
                "rsub", "neg"}  # fmt: skip
-# Lookups in a table and matrix products: what they make of token ids is the model's own state, not a mask.
+# Table lookups and matrix products. Applied to token ids they give the model's hidden state, not a mask.
 _INDEXING = {"getitem", "index", "gather", "take", "take_along_dim", "index_select", "embedding"}
 LOOKUPS = {"embedding", "linear", "matmul", "bmm", "addmm", "conv1d", "index_select", "einsum"}
 
@@ -34,14 +34,14 @@ def score_path(nodes: list[fx.Node], *products: fx.Node) -> set[fx.Node]:
 
 
 def without_score_arithmetic(nodes: list[fx.Node], products: Collection[fx.Node]) -> list[fx.Node]:
-    """`nodes` without plain arithmetic on scores; masks, and anything on scores that may pick positions, stay."""
+    """`nodes` without plain arithmetic on scores; masks stay, and so do operations on scores that may pick positions."""
     path = score_path(nodes, *products)
     return [node for node in nodes if node not in path or (op_name(node) not in _ARITHMETIC and node not in products)]
 
 
 def factors_of_scores(nodes: list[fx.Node], products: Collection[fx.Node], form: CallForm) -> set[fx.Node]:
-    """What is made of the model's own tensors and numbers alone (a learned temperature, bounded) and goes into plain arithmetic on scores:
-    it is the same at all positions, and what it does is proved with that arithmetic."""
+    """Values made only of the model's tensors and numbers (a learned temperature, bounded) that are used in plain arithmetic on scores:
+    they are the same at all positions, and are proved together with that arithmetic."""
     path = score_path(nodes, *products)
     fixed = set[fx.Node]()
     for node in nodes:
@@ -57,13 +57,13 @@ def factors_of_scores(nodes: list[fx.Node], products: Collection[fx.Node], form:
 
 
 def zeros_for(node: fx.Node, form: CallForm, total: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros in the shape that a node has on a row of `total` tokens."""
+    """Zeros in the shape of a node's value on a row of `total` tokens."""
     value = value_of(node)
     return torch.zeros(shape_at(node, form.num_tokens, total), dtype=dtype or value.dtype, device=value.device)
 
 
 def placeholder_value(role: str, value: Any, lengths: Sequence[int], ids: Tensor) -> Any:
-    """What a graph input is on a row of sequences of these lengths with token `ids` [T]; the model's own `value` stays."""
+    """The value of a graph input for a row of sequences of these lengths with token `ids` [T]; the model's own `value` is unchanged."""
     if role == "tokens":
         return sum(lengths)
     if role == "position_ids":
@@ -72,7 +72,7 @@ def placeholder_value(role: str, value: Any, lengths: Sequence[int], ids: Tensor
 
 
 class Recomputable(UnsupportedError):
-    """No spec says what an attention computes, but its own part of the graph can be recomputed from all tokens of a request.
+    """No spec describes what an attention computes, but its part of the graph can be recomputed from all tokens of a request.
 
     Attributes:
         what: why there is no spec, in a few words.
@@ -82,34 +82,34 @@ class Recomputable(UnsupportedError):
 
 
 class DependsOnHiddenStates(Recomputable):
-    """A mask or bias is computed from the tokens' hidden states, so that no family of masks describes it."""
+    """A mask or bias depends on the tokens' hidden states, so no mask family describes it."""
 
     what = "mask computed from hidden states"
 
 
 class MixesHeads(Recomputable):
-    """The scores or weights of a head are made from those of several (talking heads)."""
+    """The scores or weights of a head depend on several heads (talking heads)."""
 
     what = "heads mixed"
 
 
 class OtherWeights(Recomputable):
-    """Products of queries and keys become weights in another way than by a softmax."""
+    """Weights are made from products of queries and keys by something other than a softmax."""
 
     what = "weights that no softmax makes"
 
 
 class MixesTokens(Recomputable):
-    """A module of the model, run as it is: how it mixes tokens is not looked into."""
+    """A module of the model, run unchanged, that mixes tokens in an unknown way."""
 
     what = "a module that mixes tokens in a way of its own"
 
 
 def refuse_hidden_states(nodes: list[fx.Node], form: CallForm, where: str) -> None:
-    """A mask or bias computed from the tokens' hidden states cannot be known before the step runs.
+    """Refuses a mask or bias that is computed from the tokens' hidden states, and so is only known when a step runs.
 
     Args:
-        nodes: all that it is made from.
+        nodes: everything that it is made from.
 
     Raises:
         DependsOnHiddenStates: naming the operation.
@@ -133,9 +133,9 @@ def refuse_hidden_states(nodes: list[fx.Node], form: CallForm, where: str) -> No
 
 
 def needed_for_values(result: fx.Node, user: fx.Node, stops: Collection[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
-    """What `result` is made from before `user`: nodes whose numbers it depends on, and tensors of which only the shape matters.
+    """(nodes on whose values `result` depends before `user`, tensors of which only the shape matters).
 
-    `stops` are included, but not looked behind.
+    `stops` are included, but not followed further.
     """
     nodes = ancestors(result, user, frozenset(stops))
     inside, writers = set(nodes), writers_of(nodes)

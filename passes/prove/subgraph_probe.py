@@ -23,23 +23,23 @@ from paged_attn.passes.prove.score_subgraph import (
     zeros_for,
 )
 
-LIMITS = ((97, 127, 149, 173), (101, 131, 151, 179))  # scales that leave every literal longer than the probes: tables, not windows
+LIMITS = ((97, 127, 149, 173), (101, 131, 151, 179))  # scales that keep every literal longer than the probes: for tables, not windows
 # Two ways to scale the large literals (a 4,096 window, an 8,192 chunk) down: what a mask does must follow both.
 SCALES: tuple[tuple[int, ...], ...] = ((7, 13, 18, 23), (10, 16, 21, 27))
 
 
 class ProbeFailed(UnsupportedError):
-    """The mask's own operations fail on a probe: a table in it is too short."""
+    """A mask's operations fail on a probe: one of its tables is too short."""
 
 
 class SubgraphProbe:
-    """What a value is made from, positions and token ids at the far end, ready to be evaluated for a row of packed sequences.
+    """The subgraph that computes a value, ready to be evaluated for a row of packed sequences.
 
     Args:
         result: the value.
-        user: where it is needed; until then what it is made from may be written in place.
-        stops: nodes that are given to each evaluation, and not looked behind.
-        products: those of them that are q.k: plain arithmetic on them is proved elsewhere, and says nothing about positions.
+        user: where it is used; until then its inputs may be written in place.
+        stops: nodes that are given to each evaluation, and not followed further.
+        products: those stops that are q.k: plain arithmetic on them is proved elsewhere, and does not involve positions.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class SubgraphProbe:
         self.owned = {n: values[n] for n in self.nodes if form.roles.get(n) == "owned" and n not in factors}
 
     def hidden(self, shown: int = LARGEST_SHOWN) -> list[str]:
-        """Its numbers that no probe can show, as of `hidden_numbers`."""
+        """The large numbers that no probe can show; see `hidden_numbers`."""
         return hidden_numbers(self._about_positions, self.owned, shown)
 
     def ends_of_stored(self) -> set[int]:
-        """Its numbers that are only added to the number of tokens and are the length of a stored tensor: `bias[:, :, :, 2048 - T :]`."""
+        """Literals that are only added to the number of tokens and equal a stored tensor's length: `bias[:, :, :, 2048 - T :]`."""
         added = {node for node in self._about_positions if isinstance(value_of(node), torch.SymInt) and op_name(node) in ("add", "sub")}
         others = scaled_numbers([node for node in self._about_positions if node not in added])
         lengths = {size for value in self.owned.values() for size in value.shape}
         return (lengths & set(self.literals)) - set(others)
 
     def images(self, scale: Sequence[int]) -> dict[int, int]:
-        """What each large literal becomes under a scale; literals within 2 of each other keep their difference."""
+        """The scaled value of each large literal; literals within 2 of each other keep their difference."""
         images: dict[int, int] = {}
         base, slot = None, -1
         for literal in self.literals:
@@ -90,8 +90,8 @@ class SubgraphProbe:
         return images
 
     def unscaled(self, first: int, second: int) -> int | None:
-        """The model's own number that was seen so at the two scales: a small one, or a large literal (plus or minus one); None if neither
-        says it."""
+        """The model's number that the probes at the two scales saw as `first` and `second`: a small number, or a large literal (plus or
+        minus one); None if there is no such number."""
         if first == second:
             return first
         one, other = (self.images(scale) for scale in self.scales)
@@ -99,7 +99,7 @@ class SubgraphProbe:
         return fits.pop() if len(fits) == 1 else None
 
     def evaluate(self, lengths: Sequence[int], scale: Sequence[int] | None, seed: int, given: Mapping[fx.Node, Tensor]) -> Tensor:
-        """The value for a row of sequences of these lengths; `given` are the stops, `scale` None leaves literals as they are.
+        """The value for a row of sequences of these lengths; `given`: values of the stops; with `scale` None, literals are unchanged.
 
         Raises:
             ProbeFailed: its operations do not run on such a row.

@@ -21,7 +21,7 @@ ROUNDING = 1e-3
 
 
 def mixing_nodes(wanted: list[fx.Node], starts: set[fx.Node], form: CallForm, values: Values, writers: Writers) -> set[fx.Node]:
-    """The nodes of `wanted` whose rows change where no row of `starts` does; all others have a row of their own for each token.
+    """The nodes of `wanted` in which changing one row of `starts` changes other rows. All others keep one independent row per token.
 
     Args:
         wanted: in graph order; made from `starts`, positions, numbers and the model's own tensors.

@@ -18,17 +18,17 @@ from paged_attn.passes.fx.graph_tools import argument_of, as_traced, depends_on,
 from paged_attn.passes.fx.slicing import operation_limit
 from paged_attn.passes.recompute.region import RecomputeRegion
 
-SHORT, MORE = 17, 12  # tokens of the short probe; tokens added after the last compared beginning
-LONG = (61, 130, 197, 261)  # also for a module that is not traced into, which may combine many tokens
+SHORT, MORE = 17, 12  # tokens of the shortest prefix; tokens added to the longest prefix
+LONG = (61, 130, 197, 261)  # further prefixes, for modules that are not traced and may combine many tokens
 FEW = 5  # replaces the number of keys that a sparse attention chooses, if the probes have fewer tokens
 
 
 class Program:
-    """(number of tokens T, rows' tensors, operands) -> [T, heads, v_dim]; what `RecomputeSpec.program` is.
+    """(number of tokens T, rows' tensors, operands) -> [T, heads, v_dim]; used as `RecomputeSpec.program`.
 
     Attributes:
         owned: the nodes of the original graph that are its operands, in order.
-        computes: a word that is equal for programs that do the same.
+        computes: a digest, equal for programs that compute the same.
     """
 
     def __init__(self, graph: fx.Graph, owned: Sequence[fx.Node]) -> None:
@@ -39,7 +39,7 @@ class Program:
 
     @property
     def chooses(self) -> int | None:
-        """The least k of its topk's: a number, or the one in min(k, T)."""
+        """The smallest k of its topk calls: a number, or the number in min(k, T)."""
         given = [argument_of(node, 1, "k") for node in self.graph.nodes if op_name(node) == "topk"]
         counts = [count for k in given for count in (k.args if isinstance(k, fx.Node) else (k,)) if type(count) is int]
         return min(counts, default=None)
@@ -50,7 +50,7 @@ class Program:
 
 
 def row_input(node: fx.Node, form: CallForm, page_dtype: torch.dtype) -> RowInput:
-    """How the rows of a node are kept in pages of a dtype; types that are wider take several elements for one value."""
+    """How the rows of a node are kept in pages of a dtype; a wider dtype takes several elements per value."""
     value = value_of(node)
     (axis,) = (axis for axis, size in enumerate(value.shape) if depends_on(size, form.num_tokens))
     shape = tuple(int(size) for index, size in enumerate(value.shape) if index != axis)
@@ -64,14 +64,14 @@ def make_program(region: RecomputeRegion, form: CallForm, values: Values, order:
     """The region as a graph of its own.
 
     Args:
-        order: permutes its output to [lead.., T, v_dim].
+        order: the permutation of its output to [lead.., T, v_dim].
 
     Raises:
-        UnsupportedError: it reads the shape of a tensor whose size is another function of T than T itself.
+        UnsupportedError: it reads the shape of a tensor with a size that depends on T without being T.
     """
     owned = [node for node in region.nodes if form.roles.get(node) == "owned" or node.op == "get_attr"]
     if numbers := [node for node in owned if node.op == "placeholder" and not isinstance(values[node], Tensor)]:
-        raise UnsupportedError(f"{where}, from a number of the module, too, {numbers[0].name}")
+        raise UnsupportedError(f"{where}, which also depends on a number of the module, {numbers[0].name}")
     graph = fx.Graph()
     length = graph.placeholder("length")
     made = {node: graph.placeholder(f"row_{index}") for index, node in enumerate(region.rows)}
@@ -99,14 +99,14 @@ def _shaped_like(graph: fx.Graph, node: fx.Node, length: fx.Node, tokens: Any, w
     sizes: list[Any] = [length if symbol(size) == tokens else size for size in value.shape]
     if any(depends_on(size, tokens) for size in sizes if size is not length):
         raise UnsupportedError(
-            f"{where}, in the shape of {node.name}, {list(value.shape)}; known are sizes that are the number of tokens itself"
+            f"{where}, in the shape of {node.name}, {list(value.shape)}; a size that depends on the number of tokens must be that number"
         )
     known = [size if size is length else int(size) for size in sizes]
     return graph.call_function(torch.zeros, (known,), {"dtype": value.dtype, "device": value.device})
 
 
 def _digest(graph: fx.Graph) -> str:
-    """Equal for graphs that compute the same: by what each node is made from and, where something is written in place, by their order."""
+    """Equal for graphs that compute the same: covers what each node is made from and, if there are in-place writes, their order."""
     words: dict[fx.Node, str] = {}
     for node in graph.nodes:
         args = fx.map_arg((node.args, dict(node.kwargs)), lambda other: words[other])
@@ -122,13 +122,13 @@ def prove_causal(
     program: Program, rows: Sequence[RowInput], owned: Sequence[Tensor], form: CallForm, device: torch.device, where: str,
     longest: int | None = None,
 ) -> None:  # fmt: skip
-    """Run a program on random rows: without the last ones, the others' results are the same.
+    """Runs a program on random rows with and without the last ones: the results for the others must be the same.
 
     Args:
-        longest: positions that the model has, if that is known.
+        longest: the model's number of positions, if known.
 
     Raises:
-        UnsupportedError: a later token does change one, or the program does not run on another number of tokens than the traced one.
+        UnsupportedError: a later token changes an earlier row, or the program only runs on the traced number of tokens.
     """
     beginnings = [max(SHORT, form.min_tokens)]
     if any(node.target is MODULE_ON_ALL_TOKENS for node in program.graph.nodes):
@@ -153,7 +153,7 @@ def prove_causal(
 
 
 def _choosing_less(program: Program, few: int) -> list[Program]:
-    """The program with FEW for k in its min(k, T), if probes of `few` tokens never have so many."""
+    """The program with FEW for k in its min(k, T), if probes of `few` tokens never reach k; else nothing."""
     graph, found = fx.Graph(), False
     copied: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(program.graph, copied)

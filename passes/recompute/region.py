@@ -39,9 +39,9 @@ _BY_ROW = LOOKUPS - {"conv1d"}
 
 
 class TokenRows:
-    """Which values of a graph hold data of the tokens, a row of floating numbers for each, while its attentions are being replaced.
+    """Which values of a graph hold floating-point data of the tokens, one row each, while its attentions are being replaced.
 
-    Make it before the first attention is replaced: all nodes that come later stand for results of attention.
+    Create it before the first attention is replaced: all later nodes count as results of attention.
     """
 
     def __init__(self, graph: fx.Graph, form: CallForm, values: Values) -> None:
@@ -50,22 +50,22 @@ class TokenRows:
         self.data = token_data(graph, form, positions=False)
 
     def holds_data(self, node: fx.Node) -> bool:
-        """Whether it is made from token ids, positions aside."""
+        """Whether it depends on token ids, not only on positions."""
         return node in self.data or node not in self.known
 
     def is_row(self, node: fx.Node) -> bool:
-        """A floating tensor with one dim of T and no other that depends on it."""
+        """Whether it is a floating-point tensor with one dim of size T and no other that depends on T."""
         return token_axis(node, self.form) is not None and bool(value_of(node).is_floating_point())
 
 
 @dataclass(frozen=True)
 class RecomputeRegion:
-    """`output` from `rows`.
+    """The nodes that compute `output` from `rows`.
 
     Attributes:
-        nodes: all of it in graph order, `rows` and placeholders included.
-        rows: the cut: floating tensors with one token dim, of which every token's row is its own.
-        shapes: tensors beside it of which only the shape is read.
+        nodes: all nodes in graph order, including `rows` and placeholders.
+        rows: the cut: floating-point tensors with one token dim and an independent row for each token.
+        shapes: other tensors of which only the shape is read.
     """
 
     output: fx.Node
@@ -75,10 +75,10 @@ class RecomputeRegion:
 
 
 def find_recompute_region(tokens: TokenRows, output: fx.Node, before: fx.Node, where: str) -> RecomputeRegion:
-    """The region of an attention's output, all of whose rows can be read in front of the node `before`.
+    """The region of an attention's output, all of whose rows are available before the node `before`.
 
     Raises:
-        UnsupportedError: it is made from something that cannot be kept as rows in pages; the message names the layer `where` that is.
+        UnsupportedError: it depends on something that cannot be kept as rows in pages; the message names the layer `where`.
     """
     return _Search(tokens, output, before, where).region()
 
@@ -117,7 +117,7 @@ class _Search:
         return RecomputeRegion(self.output, [n for n in nodes if n not in empty], [n for n in rows if n not in empty], shapes)
 
     def _walk(self) -> None:
-        """All that the output is made from, back to the model's own products of tokens and weights, and to earlier attentions."""
+        """Collects everything that the output is made from, back to products of tokens with weights and to earlier attentions."""
         pending = [self.output]
         while pending:
             node = pending.pop()
@@ -141,13 +141,13 @@ class _Search:
         return op_name(node) in _BY_ROW and len(counted) == 1 and token_dims(counted[0], self.num_tokens) == 1
 
     def _is_square(self, node: fx.Node) -> bool:
-        """Tokens against tokens, from data of tokens; also among several results."""
+        """Whether it holds tokens against tokens, made from data of tokens; also if it is one of several results."""
         value = value_of(node)
         values = value if isinstance(value, (tuple, list)) else (value,)
         return self.tokens.holds_data(node) and any(token_dims(one, self.num_tokens) > 1 for one in values)
 
     def _made_from(self, start: Iterable[fx.Node]) -> set[fx.Node]:
-        """`start` and what is made from it."""
+        """`start` and everything in reach that is made from it."""
         inside, before = set(start), -1
         while len(inside) != before:
             before = len(inside)
@@ -159,7 +159,7 @@ class _Search:
         return inside
 
     def _cut(self, inside: set[fx.Node]) -> set[fx.Node]:
-        """The rows from which `inside` is made; what lies on the way and is not a row (a comparison, several results at once) joins it."""
+        """The rows from which `inside` is made. Values in between that are not rows (a comparison, several results) are added to it."""
         pending, rows = list(inside), set[fx.Node]()
         while pending:
             for source in read_inputs(pending.pop()):
@@ -175,7 +175,7 @@ class _Search:
         return rows
 
     def _narrowest(self, node: fx.Node, inside: set[fx.Node]) -> fx.Node:
-        """The smallest of the rows from which alone (and positions and weights) `node` is made: keys before repetition, before a cast."""
+        """The smallest row tensor from which, with positions and weights, `node` can be made: keys before repetition or before a cast."""
         best = node
         while node not in self.stops and not self.writers.get(node):
             sources = [source for source in read_inputs(node) if self.tokens.holds_data(source)]
@@ -191,7 +191,7 @@ class _Search:
         value = value_of(node)
         what = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         name = self.tokens.form.roles.get(node) or node.name
-        return self.refusal(f"it is also made from {name} ({what}); known are floating values of each token")
+        return self.refusal(f"it is also made from {name} ({what}), which has no floating-point row for each token")
 
     def _check(self, nodes: list[fx.Node], rows: list[fx.Node]) -> None:
         for node in nodes:
@@ -202,7 +202,7 @@ class _Search:
                 raise self.refusal(f"{name_of(written[0])} changes {node.name} in place")
         for row in rows:
             if row >= self.before:
-                raise self.refusal(f"{row.name} is made too late")
+                raise self.refusal(f"{row.name} is computed too late")
             first = min(user for user in nodes if row in user.all_input_nodes)
             changed = [writer for base in bases_of([row]) for writer in self.writers.get(base, ()) if first <= writer < self.before]
             if changed:
@@ -216,6 +216,6 @@ class _Search:
 
 
 def _bytes_of(node: fx.Node) -> int:
-    """The bytes of a tensor in the traced call: good for comparing."""
+    """The size of a tensor in the traced call; only good for comparing."""
     value = value_of(node)
     return int(value.element_size()) * math.prod(int(as_traced(size)) for size in value.shape)

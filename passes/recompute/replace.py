@@ -35,7 +35,7 @@ ALIGNMENT = 8  # elements: later layers' K starts where kernels can load it
 
 
 class RecomputeReplacer:
-    """Replaces such attentions of one graph; make it before any attention of the graph is replaced."""
+    """Replaces such attentions of one graph. Create it before any attention of the graph is replaced."""
 
     def __init__(self, graph: fx.Graph, form: CallForm, values: Values, model: nn.Module | None) -> None:
         self.form, self.values, self.model = form, values, model
@@ -43,10 +43,10 @@ class RecomputeReplacer:
         self._proved: dict[str, Program] = {}
 
     def replace(self, site: AttentionSite, layer_id: int, reason: Recomputable) -> tuple[RecomputeSpec, fx.Node, fx.Node]:
-        """Rewrite one site in place; returns the spec, the op's node, and the one that stands for the old output.
+        """Replaces one site in place; returns the spec, the op's node, and the node that replaces the old output.
 
         Raises:
-            UnsupportedError: it cannot be recomputed from what can be kept of each token, or is not causal.
+            UnsupportedError: it cannot be recomputed from what is kept for each token, or is not causal.
         """
         if isinstance(site.scores, WrittenScores) and site.scores.lse is not None:
             raise reason

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 def replace_attention(
     site: AttentionSite, spec: AttentionSpec, layer_id: int, key: KVSource, value: KVSource, proof: AttentionProof, pool_dtype: torch.dtype
 ) -> tuple[fx.Node, fx.Node]:
-    """Rewrite one site in place; returns the op's node, and the one that stands for the old output."""
+    """Replaces one site in place; returns the op's node and the node that replaces the old output."""
     graph = site.node.graph
     with graph.inserting_before(site.node):
         query, keys, values = (operand(each, pool_dtype) for each in (as_received(site.query, spec.num_q_heads), key, value))
@@ -47,21 +47,21 @@ def replace_attention(
 
 
 def operand(source: KVSource, dtype: torch.dtype) -> fx.Node:
-    """[T, heads, dim] of the pool's dtype, for an op; made where the graph inserts now."""
+    """[T, heads, dim] in the pool's dtype, for an op; created at the graph's insertion point."""
     return converted(head_rows(source), value_of(source.base).dtype, dtype)
 
 
 def tokens_and_output(received: fx.Node, query: fx.Node, num_heads: int, width: int) -> tuple[fx.Node, fx.Node]:
-    """The number of tokens of a query as attention receives it, and what its op writes: [T, heads, width] as `query`, its operand."""
+    """The number of tokens of a query as attention receives it, and an empty output [T, heads, width] like the op's operand `query`."""
     tokens = query.graph.call_function(aten.sym_size.int, (received, 2))
     return tokens, query.graph.call_function(aten.new_empty.default, (query, [tokens, num_heads, width]))
 
 
 def use_output(site: AttentionSite, output: fx.Node, made: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:
-    """What an op writes, [T, heads, v_dim] of `dtype`, takes the place of the attention's output; returns the node that stands for that.
+    """Puts an op's output, [T, heads, v_dim] of `dtype`, in the place of the attention's; returns the node that does so.
 
     Args:
-        made: the other nodes that the op needed.
+        made: all other nodes that were created for the op.
     """
     graph = site.node.graph
     with graph.inserting_before(site.node):
@@ -76,12 +76,12 @@ def use_output(site: AttentionSite, output: fx.Node, made: Sequence[fx.Node], dt
 
 
 def converted(node: fx.Node, present: torch.dtype, wanted: torch.dtype) -> fx.Node:
-    """A node, which has no example value to tell its dtype, as another one."""
+    """A node converted from its dtype `present`, which no example value tells, to `wanted`."""
     return node if present == wanted else node.graph.call_function(aten.to.dtype, (node, wanted))
 
 
 def _extra_operands(graph: fx.Graph, proof: AttentionProof, layer_id: int) -> dict[str, fx.Node]:
-    """sinks [Hq] and bias [Hq, N], for layers that have them."""
+    """sinks [Hq] and bias [Hq, N], if the layer has them."""
     extra: dict[str, fx.Node] = {}
     function, bias = proof.function, proof.bias
     if function.sinks is not None:
@@ -94,7 +94,7 @@ def _extra_operands(graph: fx.Graph, proof: AttentionProof, layer_id: int) -> di
 
 
 def _use_log_sum_exp(site: AttentionSite, lse_out: fx.Node) -> None:
-    """lse_out [T, Hq] stands for the graph's own logsumexp [lead.., T]."""
+    """Puts lse_out [T, Hq] in the place of the graph's own logsumexp [lead.., T]."""
     assert isinstance(site.scores, WrittenScores) and site.scores.lse is not None
     graph, old = lse_out.graph, site.scores.lse
     value = value_of(old)
@@ -106,7 +106,7 @@ def _use_log_sum_exp(site: AttentionSite, lse_out: fx.Node) -> None:
 
 
 def with_scaled_query(site: AttentionSite, by_head: Sequence[float], layer_id: int, device: torch.device) -> AttentionSite:
-    """Scores of each head with a factor of its own (a learned temperature): the factors go into the queries, as a spec has one scale.
+    """Multiplies the queries by the scores' factors for each head (a learned temperature), since a spec has only one scale.
 
     Before: scores = q @ k^T * temperature [heads, 1, 1]
     After:  q * (temperature / the largest temperature), and that one as the scale

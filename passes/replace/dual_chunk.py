@@ -22,11 +22,11 @@ from paged_attn.passes.replace.kv_heads import KVSource, as_received
 def replace_dual_chunk(
     site: AttentionSite, queries: list[fx.Node], key: KVSource, value: KVSource, proof: DualChunkProof, layer_id: int, dtype: torch.dtype
 ) -> tuple[DualChunkSpec, fx.Node, fx.Node]:
-    """Rewrite one site in place; returns the spec, the op's node, and the one that stands for the old output.
+    """Replaces one site in place; returns the spec, the op's node, and the node that replaces the old output.
 
     Args:
-        queries: [1, q_heads, T, dim], as the site has them.
-        dtype: of the pool.
+        queries: [1, q_heads, T, dim], in the site's order.
+        dtype: the pool's.
     """
     graph, (_, heads, _, width) = site.node.graph, shape_of(queries[0])
     spec = DualChunkSpec(

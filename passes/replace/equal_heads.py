@@ -23,10 +23,9 @@ MAX_NODES = 300
 
 
 def has_equal_heads(operand: fx.Node, user: fx.Node, num_heads: int, form: CallForm, values: Values) -> bool:
-    """Whether the heads of `operand` [1, heads, T, dim], as the attention `user` receives them, come in `num_heads` runs of equal ones."""
+    """Whether the heads of `operand` [1, heads, T, dim], as the attention `user` receives them, are `num_heads` runs of equal heads."""
     heads = int(shape_of(operand)[1])
-    everything = [node for node in operand.graph.nodes if _is_projection(node)]
-    nodes = ancestors(operand, user, frozenset(everything))
+    nodes = ancestors(operand, user, frozenset(node for node in operand.graph.nodes if _is_projection(node)))
     if heads % num_heads or len(nodes) > MAX_NODES:
         return False
     generator = torch.Generator().manual_seed(0)

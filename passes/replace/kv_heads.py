@@ -42,16 +42,16 @@ class KVSource:
 
 
 def as_received(node: fx.Node, num_heads: int) -> KVSource:
-    """Attention's own [1, heads, T, dim] operand, of which `num_heads` heads differ."""
+    """The operand [1, heads, T, dim] that an attention receives, of which `num_heads` heads are distinct."""
     heads = int(shape_of(node)[1])
     return KVSource(node, (0,), (1, 0, 2), num_heads, heads // num_heads)
 
 
 def kv_source(repeated: fx.Node, user: fx.Node, form: CallForm) -> KVSource:
-    """The fewest-headed ancestor from which `repeated` [1, heads, T, dim] is made by shape operations and head repetition alone.
+    """The ancestor with the fewest heads from which shape operations and head repetition make `repeated` [1, heads, T, dim].
 
-    `user` is the attention: nothing may be written in place on the way to it. Of several with as few heads it is the first, as layers
-    that share their keys each repeat them for itself.
+    Nothing may be written in place between it and the attention `user`. If several have as few heads it is the first of them, since
+    layers that share keys each repeat them.
     """
     best = as_received(repeated, int(shape_of(repeated)[1]))
     for source in unrepeated(best, user, form):
@@ -61,8 +61,8 @@ def kv_source(repeated: fx.Node, user: fx.Node, form: CallForm) -> KVSource:
 
 
 def unrepeated(received: KVSource, user: fx.Node, form: CallForm) -> Iterator[KVSource]:
-    """What `user` receives before its heads were repeated: every ancestor from which shape operations and repetition alone make it, the
-    nearest first, and that nothing writes to on the way."""
+    """The ancestors of `received` from which shape operations and repetition of heads make it, the nearest first; only those that are
+    not written in place before `user`."""
     for base, chain in _shape_ancestors(received.base):
         source = _proved_source(base, chain, received, form)
         if source is not None and not is_written({base, *chain}, chain[0], user):
@@ -84,7 +84,7 @@ def _shape_ancestors(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
 
 
 def _moves_nothing(node: fx.Node) -> bool:
-    """`keys.to(device)` on one device, as layers that share their keys may call it."""
+    """Whether it is `keys.to(device)` on the same device, which layers that share keys may call."""
     source = node.args[0] if node.args else None
     if node.op != "call_method" or node.target != "to" or not isinstance(source, fx.Node):
         return False
@@ -93,7 +93,7 @@ def _moves_nothing(node: fx.Node) -> bool:
 
 
 def on_distinct_numbers(base: fx.Node, chain: list[fx.Node], form: CallForm) -> tuple[Tensor, Tensor]:
-    """A tensor like `base` of the numbers from 0 on, in the probe's size, and what the last node of `chain` makes of it; on the CPU."""
+    """(distinct numbers from 0 on, shaped like `base` in a probe; the result of `chain` on them), on the CPU."""
     sizes = shape_at(base, form.num_tokens, PROBE_TOKENS)
     numbers = torch.arange(math.prod(sizes)).view(sizes)
     given: dict[fx.Node, Any] = {base: numbers}
@@ -112,7 +112,7 @@ def _proved_source(base: fx.Node, chain: list[fx.Node], received: KVSource, form
 
 
 def _by_heads(base: fx.Node, dim: int, form: CallForm) -> KVSource | None:
-    """How `base` is [T, heads, dim]; None if its shape is not of that kind."""
+    """How `base` can be viewed as [T, heads, dim]; None if its shape does not allow it."""
     shape = shape_of(base)
     if symbol(shape[-1]) != dim or len(shape) < 3:
         return None
@@ -131,7 +131,7 @@ def _by_heads(base: fx.Node, dim: int, form: CallForm) -> KVSource | None:
 
 
 def head_rows(source: KVSource) -> fx.Node:
-    """[T, heads, dim] as a view of the source; made where the graph inserts now."""
+    """[T, heads, dim] as a view of the source; created at the graph's insertion point."""
     node, call = source.base, source.base.graph.call_function
     for dim in sorted(source.squeeze, reverse=True):
         node = call(aten.select.int, (node, dim, 0))
@@ -141,14 +141,14 @@ def head_rows(source: KVSource) -> fx.Node:
 
 
 def rows_in(tensor: Tensor, source: KVSource) -> Tensor:
-    """The same of a tensor: what `source` reads in its base."""
+    """`head_rows` applied to a tensor with the shape of the source's base."""
     for dim in sorted(source.squeeze, reverse=True):
         tensor = tensor.select(dim, 0)
     return tensor.permute(source.order)[:, :: source.step]
 
 
 def concrete(value: Any, form: CallForm) -> Any:
-    """A tensor of the probe's shape, a torch.Size or a number, for an argument of the chain that is not the keys themselves."""
+    """A tensor of the probe's shape, a torch.Size or a number, for an argument of the chain other than the keys."""
     if isinstance(value, Tensor):
         return torch.zeros(shape_at(value, form.num_tokens, PROBE_TOKENS))
     if isinstance(value, tuple):

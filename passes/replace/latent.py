@@ -25,7 +25,7 @@ aten = torch.ops.aten
 def replace_latent(
     site: AttentionSite, latent: LatentProof, proof: AttentionProof, layer_id: int, pool_dtype: torch.dtype
 ) -> tuple[LatentSpec, fx.Node, fx.Node]:
-    """Rewrite one site in place; returns the spec, the op's node, and the one that stands for the old output."""
+    """Replaces one site in place; returns the spec, the op's node, and the node that replaces the old output."""
     graph, found = site.node.graph, latent.site
     heads = int(shape_of(site.query)[1])
     spec = LatentSpec(
@@ -54,6 +54,6 @@ def replace_latent(
 
 
 def _row(node: fx.Node, width: int, dtype: torch.dtype) -> fx.Node:
-    """[T, width] of the pool's dtype."""
+    """[T, width] in the pool's dtype."""
     rows = node.graph.call_function(aten.reshape.default, (node, [-1, width]))
     return converted(rows, value_of(node).dtype, dtype)

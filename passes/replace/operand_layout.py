@@ -21,9 +21,9 @@ class Operand:
 
     Attributes:
         name: of the node in the traced graph.
-        offset, head_stride, dim_stride: element (h, d) of a token is element `offset + h * head_stride + d * dim_stride` of its row, the
-            value's other dims flattened.
-        late: something writes to the value before the attention reads it.
+        offset, head_stride, dim_stride: element (h, d) of a token is element `offset + h * head_stride + d * dim_stride` of its row, where
+            the value's other dims are flattened.
+        late: the value is written in place before the attention reads it.
     """
 
     name: str
@@ -41,9 +41,9 @@ class Operand:
 
 
 def operand_of(source: KVSource, form: CallForm) -> Operand | None:
-    """Follow an operand back to a node that the traced graph has, too, and see on distinct numbers where its elements come from.
+    """Follows an operand back to a node that also exists in the traced graph, and finds on distinct numbers where its elements come from.
 
-    None where the way back is not a mere change of layout, or the node has no row for each token.
+    None if anything on the way is more than a change of layout, or if the node does not have one row per token.
     """
     chain: list[fx.Node] = []
     node = source.base
@@ -66,7 +66,7 @@ def operand_of(source: KVSource, form: CallForm) -> Operand | None:
 
 
 def _affine(name: str, operand: Tensor, width: int) -> Operand | None:
-    """`operand` [T, heads, dim] holds the indices of its elements among T rows of `width`."""
+    """The layout of `operand` [T, heads, dim], which holds the indices of its elements among T rows of `width` elements."""
     elements = operand - width * torch.arange(len(operand))[:, None, None]
     heads, dim = operand.shape[1:]
     first = elements[0]
@@ -75,5 +75,5 @@ def _affine(name: str, operand: Tensor, width: int) -> Operand | None:
     found = Operand(name, heads, dim, int(first[0, 0]), head_stride, dim_stride)
     corners = [found.offset + h * head_stride + d * dim_stride for h in (0, heads - 1) for d in (0, dim - 1)]
     if min(corners) < 0 or max(corners) >= width:
-        return None  # the first strides are not those of all elements
+        return None  # the strides differ between elements
     return found if torch.equal(found.of(torch.arange(width)[None].expand(len(operand), -1)).double(), elements) else None

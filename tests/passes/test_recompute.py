@@ -374,7 +374,9 @@ def test_what_ids_change_of_a_floating_value_is_kept_with_it() -> None:
 
 
 def test_a_mask_from_token_ids_besides_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"also made from input_ids \(int64 \[1, s\d+\]\); known are floating values of each token"):
+    with pytest.raises(
+        UnsupportedError, match=r"also made from input_ids \(int64 \[1, s\d+\]\), which has no floating-point row for each token"
+    ):
         rewrite_of(Toy(ByToken(), kv_heads=4))
 
 

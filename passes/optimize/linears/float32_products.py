@@ -22,7 +22,7 @@ from paged_attn.passes.fx.slicing import evaluate_all
 
 logger = logging.getLogger("paged_attn")
 
-# The names of a product's operands, in their order: as a function, or as a method of the first. The first of addmm is its bias.
+# Names of a product's operands, in order, as a function or as a method of the first. The first operand of addmm is its bias.
 _OPERANDS = {
     "linear": ("input", "weight", "bias"),
     "matmul": ("input", "other"),
@@ -33,12 +33,12 @@ _CASTS = {"float", "to", "type", "_to_copy"}
 _TURNS = {"t", "transpose", "permute", "swapaxes", "swapdims", "adjoint", "contiguous", "getattr"}
 _HALVES = (torch.bfloat16, torch.float16)
 _PROBED_ROWS = (1, 5)
-_PROBED_OUTPUTS = 64  # outputs probed of a weight, which may be as long as a vocabulary
-_LARGEST = 8  # number in a probe: sums of products of whole numbers are exact in float32, in every order, and too large for 16 bits
+_PROBED_OUTPUTS = 64  # most outputs of a weight that are probed: a vocabulary may have very many
+_LARGEST = 8  # largest integer in a probe: sums of products are exact in float32, in any order, and do not fit in 16 bits
 
 
 class _Product(NamedTuple):
-    """`nodes`: the casts, what turns the weight, and the product, in graph order."""
+    """`nodes`: the casts, the transposition of the weight, and the product, in graph order."""
 
     node: fx.Node
     x: fx.Node
@@ -48,7 +48,7 @@ class _Product(NamedTuple):
 
 
 def use_linear_float32(graph: fx.Graph, form: CallForm, values: Values) -> int:
-    """Rewrite in place; returns how many products take the op now."""
+    """Rewrites in place; returns how many products became the op."""
     found = [product for node in graph.nodes if (product := _product(node, form, values)) is not None]
     found = [product for product in found if not _is_written(product) and _gives_the_same(product)]
     for product in found:
@@ -81,7 +81,7 @@ def _product(node: fx.Node, form: CallForm, values: Values) -> _Product | None:
 
 
 def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
-    """What is multiplied, the weight and the bias; None for all of what is not a product, or has further arguments."""
+    """The input, the weight and the bias of a product; three times None for other nodes, and for products with further arguments."""
     names = _OPERANDS.get(name_of(node), ())
     given = arguments_of(node, names)
     if not names or len(node.args) > len(names) or not given.keys() <= set(names):
@@ -91,7 +91,7 @@ def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
 
 
 def _behind(value: Any, also: frozenset[str]) -> tuple[fx.Node | None, list[fx.Node]]:
-    """The tensor in 16 bits whose cast to float32 `value` is, and the nodes up to there; `also`: what else may be done with it."""
+    """The 16-bit tensor of which `value` is a cast to float32, and the nodes in between; `also`: other operations allowed there."""
     casts, nodes = 0, list[fx.Node]()
     while isinstance(value, fx.Node) and value.all_input_nodes == [value.args[0] if value.args else None]:
         source, name = value.args[0], name_of(value)
@@ -118,7 +118,7 @@ def _is_float32(node: Any) -> bool:
 
 
 def _is_written(product: _Product) -> bool:
-    """Whether the op, in the product's place, would read other numbers than the casts did."""
+    """Whether an in-place write would make the op read other values than the casts did."""
     weights = bases_of([product.weight])
     read = bases_of([product.x, *product.nodes[:-1]])
     for node in product.node.graph.nodes:
@@ -129,7 +129,7 @@ def _is_written(product: _Product) -> bool:
 
 
 def _gives_the_same(product: _Product) -> bool:
-    """Bit for bit, on whole numbers; with the kernels that run here, for one row and for several."""
+    """Whether the op's result is bitwise equal on integers, with the kernels of this device, for one row and for several."""
     numbers = torch.Generator().manual_seed(0)
     dtype, device, (outputs, length) = value_of(product.x).dtype, value_of(product.x).device, sizes_of(product.weight)
 

@@ -20,7 +20,7 @@ logger = logging.getLogger("paged_attn")
 
 
 def use_gemv(graph: fx.Graph, form: CallForm) -> int:
-    """Rewrite in place; returns how many linears take the op now."""
+    """Rewrites in place; returns how many linears became the op."""
     found = [linear for node in graph.nodes if (linear := linear_of(node, form)) is not None]
     found = [linear for linear in found if any(isinstance(size, SymInt) for size in shape_of(linear.input))]
     for linear in found:

@@ -33,19 +33,18 @@ def insert_lora(
     graph: fx.Graph, roles: Sequence[str], merges: Sequence[Merge], modules: Mapping[int, str], slots: int, rank: int,
     may_move: Callable[[int], bool] = lambda index: False,
 ) -> tuple[tuple[LoraSite, ...], tuple[Merge, ...]]:  # fmt: skip
-    """Rewrite in place, where there is a linear layer of the model.
+    """Rewrites in place every product with the weight of a linear layer of the model.
 
     Args:
-        graph: rewritten, with merged linears and all; with example values.
+        graph: a rewritten graph, after linears were merged; with example values.
         roles: of its placeholders, in order.
-        modules: index of a placeholder -> the one linear layer whose weight it was before linears were merged.
-        slots, rank: of how many adapters there is room, and for how large a rank.
+        modules: index of a placeholder -> the linear layer whose weight it was before linears were merged, if only one.
+        slots, rank: room for this many adapters, of at most this rank.
         may_move: whether the parameter that was traced as this input may become a view of another tensor.
 
     Returns:
-        What was found, and the weights and biases that must have spare rows, as merges of one or several. The graph takes more inputs at
-        its end: slots [T] and [N] int32 of rows and of rows of logits, then a (where the weight has no room for it), b and scales of each
-        site.
+        The sites, and the weights and biases that must have spare rows, as merges of one or several. The graph has more inputs at its end:
+        slots [T] and [N] int32 of the rows and of the rows of logits, then each site's a (unless the weight has room for it), b and scales.
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     rooms = _rooms(placeholders, merges)
@@ -90,7 +89,7 @@ def insert_lora(
 
 
 class _Product(NamedTuple):
-    """`weights` are its weight and its bias, if it has one, of a linear layer, and nothing of another product."""
+    """`weights`: the weight and bias of a linear layer; empty for other products."""
 
     node: fx.Node
     given: fx.Node
@@ -113,7 +112,7 @@ class _Inputs:
 
 
 def _rooms(placeholders: Sequence[fx.Node], merges: Sequence[Merge]) -> dict[fx.Node, Merge]:
-    """What lies where each of the graph's tensors begins: several parameters, or that one."""
+    """For each of the graph's tensors the parameters that share its memory: a merge, or only itself."""
     known, rooms = {merge.inputs[0]: merge for merge in merges}, {}
     for index, placeholder in enumerate(placeholders):
         value = value_of(placeholder)
@@ -123,11 +122,11 @@ def _rooms(placeholders: Sequence[fx.Node], merges: Sequence[Merge]) -> dict[fx.
 
 
 def _parts(room: Merge | None, modules: Mapping[int, str]) -> list[tuple[str, int | None]]:
-    """The linear layers whose weights lie there now, with their rows, None for all; none if not all are known."""
+    """The linear layers whose weights are in this memory, each with its rows (None: all); empty unless all of them are known."""
     if room is None or not all(each in modules for each in room.inputs):
         return []
-    alone = len(room.inputs) == 1
-    return [(modules[each], None if alone else rows) for each, rows in zip(room.inputs, room.rows, strict=True)]
+    single = len(room.inputs) == 1
+    return [(modules[each], None if single else rows) for each, rows in zip(room.inputs, room.rows, strict=True)]
 
 
 def _lengthen(node: fx.Node, dim: int, more: int) -> None:
@@ -138,14 +137,14 @@ def _lengthen(node: fx.Node, dim: int, more: int) -> None:
 
 
 def _has_room(product: _Product, spare: int) -> bool:
-    """Whether a may be further rows of the weight, without much more to read, and so that kernels find them aligned."""
+    """Whether a can be stored as further rows of the weight: this adds little to read, and kernels find it aligned."""
     rows, size = sum(product.site.rows), product.site.dtype.itemsize
-    alone = all(each.op == "placeholder" and len(each.users) == 1 for each in product.weights)
-    return bool(product.weights) and alone and spare * MOST_SPARE <= rows and spare * size % ALIGNMENT == 0
+    unshared = all(each.op == "placeholder" and len(each.users) == 1 for each in product.weights)
+    return bool(product.weights) and unshared and spare * MOST_SPARE <= rows and spare * size % ALIGNMENT == 0
 
 
 def _product(node: fx.Node, owned: Mapping[fx.Node, list[tuple[str, int | None]]], tokens: Any, logits: Any) -> _Product | None:
-    """A product with a linear layer's weight, what is multiplied, and where that is."""
+    """A product with a linear layer's weight of rows of tokens or of logits; None for any other node."""
     names = _OPERANDS.get(node.target) if node.op == "call_function" else None
     if names is None:
         return None
@@ -165,7 +164,7 @@ def _product(node: fx.Node, owned: Mapping[fx.Node, list[tuple[str, int | None]]
 
 
 def _rows(node: fx.Node) -> Any:
-    """How many rows a tensor [1, T, n] or [T, n] has; None for others."""
+    """The number of rows of a tensor [1, T, n] or [T, n]; None for other shapes."""
     *leading, last = (symbol(size) for size in shape_of(node))
     sizes = [size for size in leading if size != 1]
     return sizes[0] if len(sizes) == 1 and isinstance(last, int) else None

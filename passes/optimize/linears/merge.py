@@ -22,7 +22,7 @@ logger = logging.getLogger("paged_attn")
 class Merge(NamedTuple):
     """The graph's input `inputs[0]` now takes the tensors of all `inputs` concatenated along dim 0; the others have no user.
 
-    `rows` are their sizes in that dim; behind them lie `spare` rows that are none of theirs.
+    `rows` are their sizes in that dim; after them come `spare` further rows.
     """
 
     inputs: tuple[int, ...]
@@ -31,16 +31,15 @@ class Merge(NamedTuple):
 
 
 def merge_linears(graph: fx.Graph, form: CallForm, values: Values, model: nn.Module | None = None) -> tuple[Merge, ...]:
-    """Merge what can be merged, in place; linears without a partner stay as they are.
+    """Merges linears in place; linears without a partner do not change.
 
-    Linears are merged between two ops that write (our attention, ...) only, so that nothing waits in memory across one.
-
+    Linears are merged only between two ops that write (our attention, ...), so no output is kept in memory across one.
     Args:
-        values: parameters among them that could not be moved are left alone.
-        model: its parameters and buffers are looked through for others that hold the same memory.
+        values: parameters among them that cannot be moved are left alone.
+        model: its parameters and buffers are searched for others that share the same memory.
 
     Returns:
-        What the caller must concatenate before the graph can run, see `Merge`.
+        What the caller must concatenate before the graph can run; see `Merge`.
     """
     memory = Memory([*values.values(), *(() if model is None else (*model.parameters(), *model.buffers()))])
     index = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
@@ -58,7 +57,7 @@ def merge_linears(graph: fx.Graph, form: CallForm, values: Values, model: nn.Mod
 
 
 def _groups(graph: fx.Graph, form: CallForm, values: Values, slices: SlicedValues) -> list[list[Linear]]:
-    """Linears of one kind and one input, the input unchanged from the first to the last."""
+    """Linears with the same input, with or without bias; the input does not change between the first and the last."""
     groups: list[list[Linear]] = []
     open_groups: dict[tuple[fx.Node, bool], list[Linear]] = {}
     for node in graph.nodes:
@@ -82,7 +81,7 @@ def _mergeable(node: fx.Node, form: CallForm, values: Values, slices: SlicedValu
 
 
 def _movable(group: list[Linear], values: Values, memory: Memory) -> list[Linear]:
-    """The group, if its memory is already merged; else those of it whose tensors may be moved."""
+    """The whole group if its memory is already merged; else those linears whose tensors may be moved."""
     columns = zip(*(linear.owned for linear in group), strict=True)
     if len(group) > 1 and all(lie_in_a_row([values[owned] for owned in column]) for column in columns):
         return group

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT = 16  # bytes; kernels and Inductor take the address of a weight, or of a slice of an output, for aligned
+ALIGNMENT = 16  # bytes; kernels and Inductor assume that weights, and slices of outputs, are aligned
 
 
 class Memory:
     """How many of a model's tensors hold each storage.
 
     Args:
-        tensors: all that are known of the model; what is not a plain tensor is not looked into.
+        tensors: all known tensors of the model; values that are not plain tensors are ignored.
     """
 
     def __init__(self, tensors: Iterable[Any]) -> None:
@@ -25,14 +25,14 @@ class Memory:
         self._holders = Counter(t.untyped_storage().data_ptr() for t in distinct.values())
 
     def is_own(self, tensor: Tensor) -> bool:
-        """Whether nobody else would notice if the tensor moved: its storage holds it alone, and no other process."""
+        """Whether a tensor can be moved unnoticed: its storage holds only this tensor and is not shared with another process."""
         storage = tensor.untyped_storage()
         shared = tensor.device.type == "cpu" and tensor.is_shared()
         return self._holders[storage.data_ptr()] <= 1 and storage.nbytes() == tensor.nbytes and not shared
 
 
 def is_ordinary_parameter(value: Any) -> bool:
-    """Whether a value is a leaf parameter of the ordinary class with dense memory, of which aligned slices can be made along dim 0."""
+    """Whether a value is a plain, dense leaf parameter that can be sliced along dim 0 with aligned slices."""
     return (
         type(value) is nn.Parameter
         and value.is_leaf
@@ -47,7 +47,7 @@ def is_ordinary_parameter(value: Any) -> bool:
 
 
 def lie_in_a_row(tensors: Sequence[Tensor]) -> bool:
-    """Whether contiguous tensors are neighbours in one storage, in this order: merged before, for another engine."""
+    """Whether contiguous tensors are neighbours in one storage, in this order: another engine merged them before."""
     if len({(t.untyped_storage().data_ptr(), t.dtype, t.shape[1:]) for t in tensors}) != 1:
         return False
     return all(a.storage_offset() + a.numel() == b.storage_offset() for a, b in pairwise(tensors))

@@ -22,7 +22,7 @@ class Linear(NamedTuple):
 
 
 def linear_of(node: fx.Node, form: CallForm) -> Linear | None:
-    """None as well for a weight that is computed in the graph or has other than two dims, and for several dtypes (autocast)."""
+    """None for other nodes, for weights that are computed in the graph or are not two-dimensional, and for mixed dtypes (autocast)."""
     if node.op != "call_function" or node.target not in LINEARS:
         return None
     given = arguments_of(node, ("input", "weight", "bias"))

@@ -20,16 +20,16 @@ _PADDING = 64  # elements on either side; a multiple of any alignment
 
 
 class SlicedValues:
-    """Answers for the nodes of one graph; nodes of one shape, with views and users of one kind, as all layers have, share them."""
+    """Answers questions about the nodes of one graph. Nodes of equal shape with equal views and users, as in all layers, share answers."""
 
     def __init__(self) -> None:
         self._takes: dict[Hashable, bool] = {}
         self._values: dict[Hashable, list[Any]] = {}
 
     def takes_slices(self, node: fx.Node) -> bool:
-        """Whether `node`'s value [..., n] may be strided: no view of it needs it dense, and no op of others or output gets it.
+        """Whether `node`'s value [..., n] may be strided: no view needs it dense, and it is neither an output nor passed to a foreign op.
 
-        A kernel of somebody else's may read it by its address alone.
+        A foreign kernel may assume that its memory is dense.
         """
         views = _views_of(node)
         kind = (_layout(value_of(node)), _kind(node, views), tuple(_use(user) for view in (node, *views) for user in view.users))
@@ -38,10 +38,10 @@ class SlicedValues:
         return self._takes[kind]
 
     def of_views(self, node: fx.Node, value: Tensor) -> dict[fx.Node, Any]:
-        """The example values of all views of `node`, and of their views, if `node`'s is `value`. Layers share them: nobody writes to them.
+        """The example values of all views of `node`, and of their views, if `value` is `node`'s. Layers share them; nothing writes to them.
 
         Raises:
-            RuntimeError, ValueError: there is no such view of a tensor with these strides.
+            RuntimeError, ValueError: a view is impossible with these strides.
         """
         views = _views_of(node)
         kind = (_layout(value), _kind(node, views))
@@ -50,10 +50,10 @@ class SlicedValues:
         return dict(zip(views, self._values[kind], strict=True))
 
     def of_product(self, given: Tensor, owned: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """The example values of `F.linear(given, *owned)`, and of its slices of these sizes. Shared, likewise."""
+        """The example values of `F.linear(given, *owned)` and of its slices of these sizes; also shared between layers."""
         kind = (_layout(given), tuple(map(_layout, owned)), tuple(sizes))
         if kind not in self._values:
-            with enable_python_dispatcher():  # composite operations on symbolic sizes need it (torch 2.11)
+            with enable_python_dispatcher():  # needed by composite operations on symbolic sizes (torch 2.11)
                 product = F.linear(given, *owned)
                 starts = accumulate(sizes, initial=0)
                 self._values[kind] = [product, *(product.narrow(-1, start, size) for start, size in zip(starts, sizes, strict=False))]
@@ -61,7 +61,7 @@ class SlicedValues:
 
 
 def _views_of(node: fx.Node) -> list[fx.Node]:
-    """The views of a node, and their views, in an order that depends on the graph alone."""
+    """The views of a node, and their views, in an order that depends only on the graph."""
     found, pending = dict[fx.Node, None](), [node]
     while pending:
         viewed = pending.pop()
@@ -77,7 +77,7 @@ def _takes_slices(node: fx.Node, views: list[fx.Node]) -> bool:
     wide = value.new_empty((*value.shape[:-1], value.shape[-1] + 2 * _PADDING))
     try:
         _values_of(node, wide.narrow(-1, _PADDING, value.shape[-1]), views)
-    except (RuntimeError, ValueError):  # view() of something that only a copy can be viewed as
+    except (RuntimeError, ValueError):  # a view() that would need a copy
         return False
     return all(_takes_strides(user) for view in (node, *views) for user in view.users)
 
@@ -90,7 +90,7 @@ def _values_of(node: fx.Node, value: Tensor, views: list[fx.Node]) -> list[Any]:
 
 
 def _kind(node: fx.Node, views: list[fx.Node]) -> Hashable:
-    """The same for views that compute the same of `node`, as far as shapes, strides and dtypes go."""
+    """Equal for views that compute the same from `node`, judged by shapes, strides and dtypes."""
     numbers = {view: index for index, view in enumerate((node, *views))}
 
     def told(argument: fx.Node) -> Any:

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 def gather_logits_early(graph: fx.Graph, form: CallForm, values: Values) -> int:
-    """Rewrite in place; returns how many nodes compute fewer rows now. What is found does not rest on the numbers of `values`."""
+    """Rewrites in place; returns how many nodes now compute fewer rows. The result does not depend on the contents of `values`."""
     if isinstance(form.num_tokens, int):
         return 0
     pickings = [picking for node in graph.nodes if (picking := _picking_of(node, form)) is not None]
@@ -37,12 +37,12 @@ def gather_logits_early(graph: fx.Graph, form: CallForm, values: Values) -> int:
         moved += _move(graph, form, values, [picking for picking in pickings if picking.at is rows])
     if moved:
         remove_dead_code(graph)
-        logger.info("%d nodes compute the wanted rows only", moved)
+        logger.info("%d nodes compute only the wanted rows", moved)
     return moved
 
 
 def _picking_of(node: fx.Node, form: CallForm) -> Lookup | None:
-    """A lookup, as x[:, rows], of rows of tokens by an input of the graph [N]."""
+    """A lookup of token rows by an input of the graph [N], such as x[:, rows]; None for any other node."""
     found = lookup_of(node)
     index = None if found is None or found.at.op != "placeholder" else value_of(found.at)
     if found is None or not isinstance(index, FakeTensor) or index.dim() != 1 or depends_on(index.shape[0], form.num_tokens):
@@ -60,7 +60,7 @@ def _move(graph: fx.Graph, form: CallForm, values: Values, pickings: list[Lookup
     fewer = GatheredRegion(form, region, pickings[0].at)
     sources = {picking.rows: picking.axis for picking in pickings}
     if not fewer.fits() or not agrees(fewer, sources, values):
-        logger.info("rows are picked where the model picks them: before it, the same operations gave something else")
+        logger.info("rows are picked where the model picks them: picked earlier, the same operations gave a different result")
         return 0
     fewer.apply()
     for picking in pickings:

@@ -23,9 +23,9 @@ _COPYING = {"view": "reshape", aten.view.default: aten.reshape.default}
 
 
 class GatheredRegion:
-    """The region with the frontier's rows `rows` [N] only.
+    """The region, computed on only the rows `rows` [N] of the frontier.
 
-    Numbers made of T become those of N. A view becomes a reshape, as the picked rows may lie otherwise in memory.
+    Numbers made of T become numbers made of N. A view becomes a reshape, since the picked rows may have another memory layout.
     """
 
     def __init__(self, form: CallForm, region: RowRegion, rows: fx.Node) -> None:
@@ -37,7 +37,7 @@ class GatheredRegion:
         self._traced: dict[fx.Node, Any] = {}
 
     def fits(self) -> bool:
-        """Whether all shapes follow with N for T, and nothing else of the values changes."""
+        """Whether all shapes follow with N in place of T, and all other properties stay the same."""
         known = {each: value_of(each) for each in self.others}
         try:
             with _traced_like(value_of(self.rows)):
@@ -50,7 +50,7 @@ class GatheredRegion:
         return all(self._follows(value_of(node), self._traced[node]) for node in self.region.layouts)
 
     def evaluate(self, known: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-        """The values of the region's nodes, given all that they read from outside."""
+        """The values of the region's nodes, given everything that they read from outside."""
         values = dict(known)
         for node in self.region.layouts:
             args, kwargs = fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
@@ -58,7 +58,7 @@ class GatheredRegion:
         return {node: values[node] for node in self.region.layouts}
 
     def apply(self) -> None:
-        """Rewrite the graph; what read the region's results before must take rows [N] now."""
+        """Rewrites the graph; readers of the region's results then get rows [N]."""
         graph, first = self.rows.graph, next(iter(self.region.layouts))
         new: dict[fx.Node, Any] = {}
         with graph.inserting_before(first):
@@ -82,7 +82,7 @@ class GatheredRegion:
         return isinstance(value, SymInt) and depends_on(value, self.tokens)
 
     def _number(self, node: fx.Node, leaf: Any, make: Callable[[fx.Node, Any], Any]) -> Any:
-        """A number of the graph with `leaf` for T. Raises ValueError for one that is read off a tensor."""
+        """A number of the graph with `leaf` for T. Raises ValueError for more than arithmetic on T, or a multiple read off a tensor."""
         if self.form.roles.get(node) == "tokens":
             return leaf
         if not self._counts(value_of(node)):
@@ -94,7 +94,7 @@ class GatheredRegion:
         return make(node, fx.map_arg(node.args, lambda each: self._number(each, leaf, make)))
 
     def _as_counted(self, value: Any, leaf: Any) -> Any:
-        """A size, or sizes, with `leaf` for T. Raises ValueError for another multiple of it."""
+        """A size, or sizes, with `leaf` for T. Raises ValueError for a multiple of T."""
         if isinstance(value, (tuple, list)):
             return tuple(self._as_counted(each, leaf) for each in value)
         if self._counts(value) and times(value, self.tokens) != 1:
@@ -102,7 +102,7 @@ class GatheredRegion:
         return leaf if self._counts(value) else value
 
     def _count_node(self, graph: fx.Graph) -> Any:
-        """N in the graph: an input of its own, as Dynamo makes it, or the number that it is."""
+        """N in the graph: a separate input, as Dynamo makes it, or a constant."""
         if not isinstance(self.count, SymInt):
             return self.count
         found = [node for node, role in self.form.roles.items() if role == "num_logits" and symbol(value_of(node)) == symbol(self.count)]
@@ -123,13 +123,13 @@ class GatheredRegion:
 
 
 def _copied(number: fx.Node, args: tuple[Any, ...]) -> fx.Node:
-    """The same arithmetic on other numbers."""
+    """Repeats an arithmetic node on other numbers."""
     return call_with_value(number.graph, number.target, *args)
 
 
 @contextmanager
 def _traced_like(value: FakeTensor) -> Iterator[None]:
-    """As in tracing, but nothing is guarded: a size that had to be known comes out as a number, which then does not follow."""
+    """As in tracing, but without guards: a size that would have needed one becomes a number, and `fits` then fails."""
     shapes = value.fake_mode.shape_env
     # Composite operations on symbolic sizes need the Python dispatcher (torch 2.11).
     with value.fake_mode, shapes.suppress_guards() if shapes else nullcontext(), enable_python_dispatcher(), torch.no_grad():
@@ -137,34 +137,34 @@ def _traced_like(value: FakeTensor) -> Iterator[None]:
 
 
 def _dims_in_memory(value: Tensor) -> list[int]:
-    """From the one with the longest stride on; as they are where strides are not numbers."""
+    """Dims by decreasing stride; in their order if strides are symbolic."""
     strides = [symbol(stride) for stride in value.stride()]
     numbers = all(isinstance(stride, int) for stride in strides)
     return sorted(range(value.dim()), key=lambda dim: -strides[dim]) if numbers else list(range(value.dim()))
 
 
 def agrees(fewer: GatheredRegion, results: Mapping[fx.Node, int], values: Values) -> bool:
-    """Whether the rows PICKED of TOKENS random ones come out the same, picked before the region and after it.
+    """Whether the PICKED of TOKENS random rows have the same results if they are picked before the region as after it.
 
     Args:
-        results: what is read of the region, with the axis of its rows.
+        results: the nodes read from the region, with the axis of their rows.
     """
     generators = dict[torch.device, torch.Generator]()
 
     def random(node: fx.Node) -> Tensor:
         value = value_of(node)
-        order = _dims_in_memory(value)  # kernels are compiled for the memory layout of weights
+        order = _dims_in_memory(value)  # kernels are compiled for the weights' memory layout
         shape, device = [shape_at(value, fewer.tokens, TOKENS)[dim] for dim in order], value.device
         if device not in generators:
             generators[device] = torch.Generator(device).manual_seed(5)
-        where: dict[str, Any] = {"generator": generators[device], "device": device}  # one core takes 5 s for a layer's experts
+        where: dict[str, Any] = {"generator": generators[device], "device": device}  # on a CPU core one layer's experts would take 5 s
         if value.dtype.is_floating_point or value.dtype.is_complex:
             drawn = torch.randn(shape, dtype=value.dtype if value.dtype.itemsize > 1 else None, **where)
         else:
             drawn = torch.randint(0, 2, shape, **where)
         return drawn.to(value.dtype).permute([order.index(dim) for dim in range(len(order))])
 
-    # A cached graph is found by the numbers that were read of `values`: these here only serve as examples.
+    # A cached graph is looked up by the contents of `values` that were read; here they are only examples, so this read is not recorded.
     others = {each: dict.__getitem__(values, each) if each in values else _other(each, random) for each in fewer.others}
     rows = {each: random(each) for each in fewer.region.frontier}
     picked = torch.tensor(PICKED, device=value_of(fewer.rows).device)
@@ -187,9 +187,9 @@ def _counted(fewer: GatheredRegion, length: int) -> dict[fx.Node, Any]:
 
 
 def _close(one: Tensor, other: Tensor, fewer: GatheredRegion) -> bool:
-    """As far as the coarsest dtype of the region allows."""
+    """Equal within the rounding of the region's coarsest dtype."""
     if not one.is_floating_point() or one.shape != other.shape:
         return torch.equal(one, other)
     floats = [v.dtype for n in fewer.region.layouts if isinstance(v := value_of(n), Tensor) and v.is_floating_point()]
     limit = ROUNDING * max(torch.finfo(dtype).eps for dtype in floats) * one.abs().max()
-    return bool(((one - other).abs() <= limit).all())  # NaN is close to nothing
+    return bool(((one - other).abs() <= limit).all())  # False for NaN

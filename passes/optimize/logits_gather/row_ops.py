@@ -34,7 +34,7 @@ _MOVING = set("""
     chunk split split_with_sizes unbind tensor_split movedim moveaxis swapaxes swapdims repeat repeat_interleave tile cat concat stack roll
     flip broadcast_to unfold
 """.split())  # fmt: skip
-# Where the dim along which they compute stands among their arguments, and what it is if it is not given.
+# (position of the argument for the dim along which they compute, its default).
 _ALONG: dict[str, tuple[int, int | None]] = {
     "softmax": (1, None), "log_softmax": (1, None), "cumsum": (1, None), "cumprod": (1, None), "sort": (1, -1), "argsort": (1, -1),
     "topk": (2, -1), "glu": (1, -1), "normalize": (2, 1), "gather": (1, None), "scatter": (1, None), "scatter_": (1, None),
@@ -44,22 +44,22 @@ _SAME_SIZES = {"gather", "scatter", "scatter_"}
 
 
 def is_known(node: fx.Node) -> bool:
-    """Whether an operation is of a kind that may treat rows apart."""
+    """Whether an operation may treat rows separately."""
     name = name_of(node)
     tables = (_ELEMENTWISE, _REDUCING, _PRODUCTS, _MOVING, _ALONG, _NORMS, {"embedding"})
     return any(name in table for table in tables) or reads_sizes(node) or node.target is EXPERTS
 
 
 def is_moving(node: fx.Node) -> bool:
-    """Whether an operation of the tables computes nothing."""
+    """Whether a known operation computes nothing."""
     return reads_sizes(node) or name_of(node) in _MOVING | {"contiguous", "detach"}
 
 
 def layout_of(node: fx.Node, given: Mapping[fx.Node, Layout], tokens: Any) -> Layout | None:
-    """How the rows lie in a node's value; None unless they are proved to be apart.
+    """The layout of rows in a node's value; None unless it is proved that rows stay separate.
 
     Args:
-        given: the layouts of all its operands that have rows.
+        given: the layouts of all operands that have rows.
     """
     if not given:
         return None
@@ -79,10 +79,10 @@ def layout_of(node: fx.Node, given: Mapping[fx.Node, Layout], tokens: Any) -> La
         moved: Layout | None = moved_rows(node, rows, tokens) if len(operands) == len(rows) else None
         return moved
     if len(operands) != len(node.all_input_nodes) or not _are_of_one_kind(rows):
-        return None  # numbers that depend on T, among others
+        return None  # among others, numbers that depend on T
     if name == "dropout" and argument_of(node, 2, "training") is not False:
         return None
-    if name in _ELEMENTWISE | _PRODUCTS and not _has_literal(node, (True,)):  # inplace=True, or an argument that is not covered
+    if name in _ELEMENTWISE | _PRODUCTS and not _has_literal(node, (True,)):  # inplace=True, or another unsupported flag
         return _kept(node, rows, tokens)
     if name in _REDUCING or (name == "embedding" and _is_plain_lookup(node, rows)) or (name in _NORMS and _is_of_last(node, rows)):
         return _kept(node, rows, tokens)
@@ -94,7 +94,7 @@ def _are_of_one_kind(rows: Mapping[fx.Node, Rows]) -> bool:
 
 
 def _kept(node: fx.Node, rows: Mapping[fx.Node, Rows], tokens: Any) -> Layout | None:
-    """The operands' layout on the result's one axis of as many rows."""
+    """The operands' layout, on the one axis of the result that has as many rows."""
     layout, value = next(iter(rows.values())), value_of(node)
     several = isinstance(value, (tuple, list))
     found = []
@@ -116,7 +116,7 @@ def _is_of_torch(target: Any) -> bool:
 
 
 def _has_literal(node: fx.Node, wanted: tuple[Any, ...]) -> bool:
-    """Whether one of these, or something of these types, is among a node's arguments."""
+    """Whether a node's arguments contain one of these values, or a value of one of these types."""
     found: list[bool] = []
 
     def look(argument: Any) -> Any:
@@ -128,12 +128,12 @@ def _has_literal(node: fx.Node, wanted: tuple[Any, ...]) -> bool:
 
 
 def _is_plain_lookup(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
-    """A table's rows by numbers; with max_norm it would write to the table."""
+    """Whether it is an embedding lookup without max_norm, which would write to the table."""
     return len(rows) == 1 and argument_of(node, 3, "max_norm") is None and not _has_literal(node, (True,))
 
 
 def _is_of_last(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
-    """A norm over last dims that are not rows, with weights that have none."""
+    """Whether it normalizes over last dims that are not rows, with weights that have no rows."""
     shape = argument_of(node, 1, "normalized_shape")
     (layout, *others), source = rows.values(), node.args[0] if node.args else None
     if others or source not in rows or not isinstance(shape, (tuple, list)):
@@ -142,7 +142,7 @@ def _is_of_last(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
 
 
 def _is_along_another(node: fx.Node, name: str, rows: Mapping[fx.Node, Rows], operands: list[fx.Node]) -> bool:
-    """Whether the dim along which it computes is given, and not that of the rows in any operand."""
+    """Whether its dim is known and is not the dim of the rows in any operand."""
     dim = argument_of(node, _ALONG[name][0], "dim", _ALONG[name][1])
     if not isinstance(dim, int) or isinstance(dim, bool) or (name in _SAME_SIZES and len(rows) != len(operands)):
         return False

@@ -15,16 +15,16 @@ from paged_attn.passes.optimize.logits_gather.row_ops import is_known, layout_of
 
 @dataclass(frozen=True)
 class RowRegion:
-    """Nodes that treat rows apart, with how the rows lie in them, in graph order; and what they read from outside that has rows.
+    """Nodes that treat rows separately, with the layout of their rows, in graph order; and the inputs from outside that have rows.
 
-    Every frontier value has one axis of T rows, and is written to by nobody while the region reads it.
+    Every frontier value has one axis of T rows, and nothing writes to it while the region reads it.
     """
 
     layouts: dict[fx.Node, Any]
     frontier: dict[fx.Node, Rows]
 
     def users_of(self, value: fx.Node) -> list[fx.Node]:
-        """The users of a value that are inside."""
+        """The users of a value inside the region."""
         return [user for user in self.layouts if value in user.all_input_nodes]
 
     @property
@@ -33,7 +33,7 @@ class RowRegion:
 
 
 def find_row_region(graph: fx.Graph, readers: set[fx.Node], tokens: Any) -> RowRegion:
-    """The largest region that only `readers` read."""
+    """The largest region whose values only `readers` use."""
     refused = {node for node in graph.nodes if not is_known(node)}
     while True:
         wanted = _only_for(graph, readers, refused)
@@ -56,7 +56,7 @@ def find_row_region(graph: fx.Graph, readers: set[fx.Node], tokens: Any) -> RowR
 
 
 def _only_for(graph: fx.Graph, readers: set[fx.Node], refused: set[fx.Node]) -> list[fx.Node]:
-    """What is read, or written to, by none but `readers` and each other."""
+    """The nodes that are read, and whose results are written to, only by `readers` and each other."""
     last = max(readers)
     kept = {
         node
@@ -73,12 +73,12 @@ def _only_for(graph: fx.Graph, readers: set[fx.Node], refused: set[fx.Node]) -> 
 
 
 def _writes_inside(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether all that a node changes was made inside; what dropout gives may be its operand itself."""
+    """Whether everything that a node changes was made inside; the result of dropout may be its operand itself."""
     return all(value in inside and name_of(value) != "dropout" for value in written_values(node) - {node})
 
 
 def _given(node: fx.Node, layouts: Mapping[fx.Node, Any], tokens: Any) -> dict[fx.Node, Any] | None:
-    """The layouts of a node's operands that have rows; None if one of them has rows otherwise than along one axis."""
+    """The layouts of a node's operands that have rows; None if one of them has rows other than along one axis."""
     given = dict[fx.Node, Any]()
     for each in node.all_input_nodes:
         value = value_of(each)
@@ -87,7 +87,7 @@ def _given(node: fx.Node, layouts: Mapping[fx.Node, Any], tokens: Any) -> dict[f
         elif value is None:
             return None
         elif has_rows(value, tokens):
-            rows = plain_rows(value, tokens) if not reads_sizes(node) else None  # numbers are made of N without a tensor of N rows
+            rows = plain_rows(value, tokens) if not reads_sizes(node) else None  # N must not be read off a tensor of T rows
             if rows is None:
                 return None
             given[each] = rows
@@ -95,7 +95,7 @@ def _given(node: fx.Node, layouts: Mapping[fx.Node, Any], tokens: Any) -> dict[f
 
 
 def _read_around_writes(graph: fx.Graph, region: RowRegion, readers: set[fx.Node]) -> set[fx.Node]:
-    """Nodes that read a frontier value before somebody outside changes it, if that is before the region's end."""
+    """Nodes that read a frontier value before a write from outside, if that write comes before the region's end."""
     last = max(readers)
     writers = [node for node in graph.nodes if node not in region.layouts and node < last and writes_in_place(node)]
     found = set[fx.Node]()

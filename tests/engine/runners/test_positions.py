@@ -155,7 +155,7 @@ class CountsTokens(Decoder):
 
 
 def test_positions_counted_from_the_tokens_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"made of token ids, and a row.s value follows the ids of other rows"):
+    with pytest.raises(UnsupportedError, match=r"made of token ids, and a row.s value also depends on the ids of other rows"):
         LLM(CountsTokens(PLACES["none"][0]).eval(), num_pages=40)
 
 

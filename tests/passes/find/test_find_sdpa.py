@@ -127,7 +127,7 @@ DECLINES: dict[str, tuple[Callable[..., Tensor], type[Exception], str]] = {
     "keys twice as many": (
         lambda q, k, v: sdpa(q, torch.cat([k, k], 2), torch.cat([v, v], 2)), CallNotPaged, "brings a cache or another sequence"
     ),
-    "one key more": (lambda q, k, v: sdpa(q, F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0))), UnknownAttention, "there are 1 that the"),
+    "one key more": (lambda q, k, v: sdpa(q, F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0))), UnknownAttention, "belong to no token"),
 }  # fmt: skip
 
 

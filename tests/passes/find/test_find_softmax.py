@@ -137,16 +137,16 @@ def written_before_the_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
     "weaker blocks away": (weaker_blocks_away, r"another function of q\.k on \d+ tokens"),
     "weaker by a table": (weaker_by_a_table, r"another function of q\.k on \d+ tokens"),
-    "weights that end by a table": (weights_that_end_by_a_table, "something is done to them"),
-    "weights that end": (lambda q, k, v: (F.softmax(scores(q, k), -1) * visible(q).triu(-30)) @ v, "after the softmax holds 30"),
-    "weights that fade": (weights_that_fade, "something is done to them"),
+    "weights that end by a table": (weights_that_end_by_a_table, "they are changed before"),
+    "weights that end": (lambda q, k, v: (F.softmax(scores(q, k), -1) * visible(q).triu(-30)) @ v, "after the softmax hold 30"),
+    "weights that fade": (weights_that_fade, "they are changed before"),
     "scale by length": (scale_by_length, "made from the number of tokens, goes into the numbers of"),
     "two products": (lambda q, k, v: F.softmax(scores(q, k) + k @ q.transpose(-1, -2), -1) @ v, "the sum of 2 products"),
     "no product": (lambda q, k, v: F.softmax((q[..., :1] + k[..., :1].transpose(-1, -2)) + mask(q), -1) @ v, "no matrix product"),
     "over queries": (lambda q, k, v: F.softmax(scores(q, k), -2) @ v, "neither scale"),
     "over queries, transposed": (lambda q, k, v: F.softmax(scores(q, k).mT, -1).mT @ v, "neither scale"),
-    "weights squared": (lambda q, k, v: F.softmax(scores(q, k), -1).square() @ v, "something is done to them"),
-    "weights masked": (lambda q, k, v: (F.softmax(scores(q, k), -1) * visible(q).triu(-3)) @ v, "something is done to them"),
+    "weights squared": (lambda q, k, v: F.softmax(scores(q, k), -1).square() @ v, "they are changed before"),
+    "weights masked": (lambda q, k, v: (F.softmax(scores(q, k), -1) * visible(q).triu(-3)) @ v, "they are changed before"),
     "weights used twice": (lambda q, k, v: (p := F.softmax(scores(q, k), -1)) @ v + p @ v.flip(-1), "in 2 places"),
     "square of scores": (lambda q, k, v: F.softmax((q @ k.transpose(-1, -2)) ** 2 + mask(q), -1) @ v, "neither scale"),
     "scale by row": (temperature_by_row, "neither scale"),
@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
         lambda q, k, v: F.softmax(torch.cat([s := scores(q, k), s.amax(-1, keepdim=True)], -1), -1)[..., :-1] @ v, "sink is made of q.k"
     ),
     "sink that changes later": (
-        lambda q, k, v: F.softmax(torch.cat([s := scores(q, k), late_rows(s)], -1), -1)[..., :-1] @ v, "its sinks are others on 609 tokens"
+        lambda q, k, v: F.softmax(torch.cat([s := scores(q, k), late_rows(s)], -1), -1)[..., :-1] @ v, "its sinks differ between 609"
     ),
     "powers written before their sum": (written_before_the_sum, "weights"),
     "weights used elsewhere": (lambda q, k, v: (p := F.softmax(scores(q, k), -1)) @ v + p.amax(-1, keepdim=True), "go into amax, too"),

@@ -171,7 +171,7 @@ def keys_of_something_else(self: Latent, latent: Tensor, shared: Tensor) -> Keys
 LOOK_ALIKES = {
     scaled_keys: "its keys are not made of the 12 values",
     other_heads: "its values have their heads in another order",
-    own_rotated_part: "is no one row per token",
+    own_rotated_part: "is not one row per token",
     shared_in_another_order: "its keys hold the shared part in another order",
     last_head_unlike_the_others: "its heads differ",
     keys_of_something_else: "its keys are not made of the 12 values",

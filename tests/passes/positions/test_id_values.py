@@ -54,7 +54,7 @@ OWN: dict[str, Change] = {
 
 @pytest.mark.parametrize("name", FOLLOWING)
 def test_a_row_that_follows_other_rows_ids_is_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"is made of token ids, and a row's value follows the ids of other rows"):
+    with pytest.raises(UnsupportedError, match=r"is made of token ids, and a row's value also depends on the ids of other rows"):
         rewrite_of(changing(FOLLOWING[name]))
 
 

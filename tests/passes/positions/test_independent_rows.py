@@ -134,5 +134,5 @@ def by_the_length(q: Tensor, pos: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("change", [by_the_length, lambda q, pos: q * torch.tensor(q.shape[2] / 1000).clamp(min=1)])
 def test_a_number_that_follows_the_length_of_long_calls_is_refused(change: Change) -> None:
-    with pytest.raises(UnsupportedError, match="is made from the number of tokens and is another in a call of 1031 tokens than in one of"):
+    with pytest.raises(UnsupportedError, match="is made from the number of tokens and differs between a call of 1031 tokens and one of"):
         rewrite_of(Toy(Changed(change)))

@@ -78,5 +78,5 @@ REFUSED: dict[str, Change] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_lookups_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match="is looked up by other numbers than each token's position"):
+    with pytest.raises(UnsupportedError, match="is indexed by something other than each token's position"):
         rewrite_of(changing(REFUSED[name]))
