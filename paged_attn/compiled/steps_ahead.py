@@ -30,7 +30,7 @@ from paged_attn.backends.selection.select import select
 from paged_attn.passes.fx.graph_tools import symbol, value_of
 from paged_attn.passes.fx.slicing import attribute_of
 from paged_attn.recurrent.layer import RecurrentLayer
-from paged_attn.recurrent.run import KernelsAlone, runner_of
+from paged_attn.recurrent.run import OnlyKernels, runner_of
 
 # Steps of requests with so many cached and new tokens: one for each way in which a backend's launches follow lengths.
 Lengths = tuple[tuple[int, int], ...]
@@ -89,7 +89,7 @@ def compile_steps_ahead(
                 one_row(x, weight, bias[0] if bias else None, x.dtype if op is LINEAR else torch.float32)
         for node in _distinct(graph, ROUTE, None):
             _run(node, 1)  # launched alike for any number of rows
-        pool, states = KVPool(layers, PAGES, runs_with.page_size, dtype, device), runner_of(runs_with.recurrent, MOST, device, KernelsAlone)
+        pool, states = KVPool(layers, PAGES, runs_with.page_size, dtype, device), runner_of(runs_with.recurrent, MOST, device, OnlyKernels)
         attentions = [node for op in ATTENTION for node in _distinct(graph, op, layers)]
         specs = [layer.spec for layer in runs_with.recurrent]
         scans = [node for op in SCANS for node in _distinct(graph, op, specs)] if ours else []

@@ -56,7 +56,7 @@ def snapshot(root: Any) -> Snapshot:
 
 
 def changed_paths(before: Snapshot, after: Snapshot) -> set[Path]:
-    """Paths that are new, or whose value or version differs."""
+    """Paths that are new, or whose value or version changed."""
     return {path for path, now in after.items() if path not in before or _differs(before[path], now)}
 
 
@@ -79,14 +79,14 @@ def name_of(path: Path) -> str:
 
 
 class CacheTemplate:
-    """Makes the cache that one module is called with, and reads back what the module left in it.
+    """Makes the cache that a module is called with, and reads the states that the module leaves in it.
 
     Args:
         fresh: a cache that has seen nothing.
         present: a cache that has seen tokens.
         changed: the paths in which the module made them differ.
         states: those of them that hold the module's state tensors [batch, ...].
-        columns: of these tensors, in an empty cache, too, the part that is the module's: (dimension, index).
+        columns: path -> (dimension, index) of the module's part, for tensors of which it owns only that part, also in an empty cache.
     """
 
     def __init__(
@@ -103,26 +103,26 @@ class CacheTemplate:
                 branch = branch.setdefault(step, {})
 
     def make(self, states: Sequence[Tensor] | None) -> Any:
-        """A cache of its own: an empty one for None, else one that holds `states` [batch, ...] in the order of `state_paths`."""
+        """A new cache: an empty one for None, else one that holds `states` [batch, ...] in the order of `state_paths`."""
         if states is None:
             return _copy_along(self.fresh, self._tree, (), {path: value.clone() for path, value in self._start.items()})
         kept = {path: self._whole(path, state) for path, state in zip(self.state_paths, states, strict=True)}
         return _copy_along(self.present, self._tree, (), kept)
 
     def _whole(self, path: Path, state: Tensor) -> Tensor:
-        """The tensor that the model keeps, of which the state may be a column."""
+        """The model's tensor, of which the state may be only a column."""
         if path not in self._columns:
             return state
         start = self._start[path]
-        return torch.select_scatter(start.expand(len(state), *start.shape[1:]), state, *self._columns[path])  # a copy; vmap has it
+        return torch.select_scatter(start.expand(len(state), *start.shape[1:]), state, *self._columns[path])  # a copy; vmap supports it
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that a cache shares with the ones that it is made of."""
+        """The tensors that every made cache shares with `fresh` and `present`."""
         return [value for root in (self.fresh, self.present) for value in leaves_of(root).values() if isinstance(value, Tensor)]
 
     def read(self, cache: Any) -> list[Tensor]:
-        """The states in a cache that the module was called with, or gave back."""
+        """The states in a cache that the module was called with, or returned."""
         states = []
         for path in self.state_paths:
             value = value_at(cache, path)
@@ -132,7 +132,7 @@ class CacheTemplate:
 
 
 def _copy_along(value: Any, tree: Tree, path: Path, states: dict[Path, Tensor]) -> Any:
-    """A copy of the containers that the tree goes through, with states in their places; everything else is shared."""
+    """A copy of the containers along the tree, with states inserted; everything else is shared."""
     if path in states:
         return states[path]
     children = children_of(value)

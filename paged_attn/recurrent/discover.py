@@ -39,7 +39,7 @@ InputsOf = Callable[[int], dict[str, Any]]
 
 
 class GrowingState(UnsupportedError):
-    """Modules keep what grows with the tokens besides their states.
+    """Modules keep tensors that grow with the tokens besides their states.
 
     Attributes:
         modules: their paths.
@@ -49,14 +49,14 @@ class GrowingState(UnsupportedError):
         self.modules = tuple(growing)
         why = (
             f"it keeps {' and '.join(growing[self.modules[0]])}, which grow with the tokens, besides its state. A request has a slot for "
-            "what is of one size, and pages for the keys and values that attention reads; this is neither"
+            "tensors of a fixed size, and pages for the keys and values that attention reads; this is neither"
         )
         super().__init__(*refused(self.modules[0], why).args)
 
 
 @contextmanager
 def without_engine(model: nn.Module) -> Iterator[InputsOf]:
-    """Inside, a model that no engine has traced can be looked at; the value makes the arguments of a call on so many tokens."""
+    """Inside, a model that no engine has traced can be run; yields a function: number of tokens -> arguments of a call."""
     device = model_device(model)
     with as_served(model), torch.compiler.set_stance("force_eager"):
         yield lambda length: plain_inputs(model, torch.arange(length, device=device) % 2 + 1, True)
@@ -67,12 +67,12 @@ def find_recurrent_layers(model: nn.Module, inputs_of: InputsOf, beside: Iterabl
     """The recurrent layers of a model in evaluation mode, in execution order.
 
     Args:
-        inputs_of: the keyword arguments of a call on so many tokens, in the form in which the model is captured.
-        beside: modules inside of which none is looked for.
+        inputs_of: number of tokens -> keyword arguments of a call, in the form in which the model is captured.
+        beside: modules that are not searched.
 
     Raises:
-        GrowingState: modules keep, besides states, what grows with the tokens.
-        UnsupportedError: a layer with state that cannot be run by itself, or not token by token; the message names it and why.
+        GrowingState: modules keep tensors that grow with the tokens besides their states.
+        UnsupportedError: a layer with state cannot be run by itself, or not token by token; the message names it and the reason.
     """
     watched = _both_lengths(model, inputs_of)
     if watched is None:
@@ -96,7 +96,7 @@ def find_recurrent_layers(model: nn.Module, inputs_of: InputsOf, beside: Iterabl
 
 @part("find recurrent layers")
 def find_attribute_layers(model: nn.Module, inputs_of: InputsOf) -> tuple[RecurrentLayer, ...]:
-    """The outermost modules with state in plain attributes, of them or of modules inside them; as `find_recurrent_layers`."""
+    """The outermost modules with state in plain attributes of their own or of submodules. Raises as `find_recurrent_layers`."""
     inputs = [{**inputs_of(length), "use_cache": True} for length in (SHORT, LONG)]
     owners = owners_of(attribute_states(*(watch(model, each).attributes for each in inputs)))
     short, long = (calls_of(model, each, owners) for each in inputs)
@@ -104,7 +104,7 @@ def find_attribute_layers(model: nn.Module, inputs_of: InputsOf) -> tuple[Recurr
 
 
 def recurrent_modules(model: nn.Module, inputs_of: InputsOf) -> list[str]:
-    """The paths of the modules that keep recurrent state in a cache, whether they can be driven or not, or that give it back."""
+    """The paths of the modules that keep recurrent state in a cache, or return it, whether or not paged_attn can run them."""
     watched = _both_lengths(model, inputs_of)
     if watched is None:
         return []
@@ -114,7 +114,7 @@ def recurrent_modules(model: nn.Module, inputs_of: InputsOf) -> list[str]:
 
 
 def refuse_recurrent(model: nn.Module, path: str, advice: str = "only paged_attn.LLM(model), which traces the model, has one") -> None:
-    """Raise UnsupportedError if the model, run on a few tokens with a cache of its own, writes recurrent state into it."""
+    """Raises UnsupportedError if the model writes recurrent state into its own cache when it is run on a few tokens."""
     if not takes(model, "input_ids") or not hasattr(model, "get_input_embeddings"):
         return
     with without_engine(model) as inputs_of:
@@ -128,7 +128,7 @@ def refuse_recurrent(model: nn.Module, path: str, advice: str = "only paged_attn
 
 
 def state_outside_layers(model: nn.Module, inputs_of: InputsOf) -> str:
-    """Where a model keeps tensors of a fixed size per request otherwise than in a transformers cache, or ""."""
+    """Where a model keeps tensors of a fixed size per request other than in a transformers cache, or ""."""
     watched = _both_lengths(model, inputs_of)
     if watched is None:
         return ""
@@ -145,7 +145,7 @@ def state_outside_layers(model: nn.Module, inputs_of: InputsOf) -> str:
 
 
 def _recurrent_calls(short: Watched, long: Watched) -> list[Call]:
-    """Calls of modules that write state themselves; of one inside another the outer one, which runs both."""
+    """Calls of modules that write state themselves; for nested ones only the outer one, which runs both."""
     calls = [call for call in long.calls if _states(call.own, short, long)]
     return [call for call in calls if not any(call.name.startswith(f"{outer.name}.") for outer in calls)]
 
@@ -167,7 +167,7 @@ def _watched(model: nn.Module, inputs: dict[str, Any], length: int) -> Watched:
 
 
 def _states(changed: set[Path], short: Watched, long: Watched) -> list[Path]:
-    """Paths of tensors among these that have one shape for both lengths."""
+    """Those paths at which both caches hold a tensor of the same shape."""
     few, many = short.leaves, long.leaves
     written = [path for path in changed if isinstance(many.get(path), Tensor) and isinstance(few.get(path), Tensor)]
     written = [path for path in written if not _of_window(path, long.cache)]
@@ -175,13 +175,13 @@ def _states(changed: set[Path], short: Watched, long: Watched) -> list[Path]:
 
 
 def _of_window(path: Path, cache: Any) -> bool:
-    """Whether keys or values of a sliding window lie there, which are as many after SHORT tokens as after LONG if it is short."""
+    """Whether it holds keys or values of a sliding window: if short, it has as many after SHORT tokens as after LONG."""
     _, name = path[-1]
     return name in ("keys", "values") and bool(getattr(value_at(cache, path[:-1]), "is_sliding", False))
 
 
 def _growing(call: Call, short: Watched, long: Watched) -> list[str]:
-    """What a module that writes state keeps besides, of another size for another number of tokens."""
+    """The other tensors that a module with state changes, whose size depends on the number of tokens."""
     many = long.leaves
     return sorted(name_of(path) for path in call.changed - {*_states(call.changed, short, long)} if isinstance(many.get(path), Tensor))
 
@@ -218,6 +218,6 @@ def _attribute_layer(name: str, names: list[str], earlier: list[Call], calls: li
 
 
 def _short_name(path: Path) -> str:
-    """The end of a path from its last attribute on: `conv_states[0]`."""
+    """The end of a path, from its last attribute: `conv_states[0]`."""
     last = max((i for i, (kind, _) in enumerate(path) if kind == "attribute"), default=0)
     return name_of(path[last:])

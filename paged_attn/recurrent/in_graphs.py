@@ -27,7 +27,7 @@ from paged_attn.recurrent.verify import Result, ages, allowed_error, difference,
 
 logger = logging.getLogger("paged_attn")
 AGES = ((1, 4, 7), (8, 2, 5))  # cached tokens of each request, in two steps of one graph
-SLOTS = (4, 0, 1, 2)  # slot of each row in the step; slot 0 belongs to no request
+SLOTS = (4, 0, 1, 2)  # slot of each row in the step; slot 0 is padding
 REAL = tuple(row for row, slot in enumerate(SLOTS) if slot)
 aten = torch.ops.aten
 _VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -35,7 +35,7 @@ _CONSTANTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 
 
 def with_graphs(layers: Sequence[RecurrentLayer]) -> tuple[RecurrentLayer, ...]:
-    """The layers, those without ops with `why_not_in_graphs`; layers of one kind are tried once."""
+    """The layers; those without ops have `why_not_in_graphs`. Each kind of layer is tried once."""
     known: dict[tuple[Any, ...], str] = {}
     found = []
     for layer in layers:
@@ -75,7 +75,7 @@ def _why_not(layer: RecurrentLayer) -> str:
 
 
 def _step(layer: RecurrentLayer, rows: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[list[str], Result]:
-    """What a decode step [N, 1, ...] launches beside rows that are nobody's and states of NaN, and the requests' outputs and states."""
+    """The launches of a decode step [N, 1, ...] with padding rows and states of NaN, and the requests' outputs and states."""
     device = rows[0].device
     slots, real = (torch.tensor(values, device=device) for values in (SLOTS, REAL))
     pool = StatePool([layer.spec], max(SLOTS) + 2, device)
@@ -97,25 +97,25 @@ def _step(layer: RecurrentLayer, rows: Sequence[Tensor], states: Sequence[Tensor
 
 
 class NotCapturable(RuntimeError):
-    """Why a graph cannot hold a call, in words that go on from "it"."""
+    """Why a graph cannot hold a call; the message continues the word "it"."""
 
 
 class Launches(TorchDispatchMode):
-    """Inside, `told` grows by a line for each operation: its name, its numbers, and where its tensors come from.
+    """Inside, `told` gets one line per operation: its name, its numbers, and the origins of its tensors.
 
     Args:
-        given: tensors that may be others in each call, at addresses that never move.
+        given: tensors that may differ between calls, at fixed addresses.
         kept: tensors that are the same in all calls.
 
     Raises:
-        NotCapturable: from inside the call, where it asks for a value of a tensor, or reads a tensor of any other origin.
+        NotCapturable: during the call, if it asks for a value of a tensor, or reads a tensor of any other origin.
     """
 
     def __init__(self, given: Sequence[Tensor], kept: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.told: list[str] = []
         self._origins = {id(tensor): f"kept {id(tensor)}" for tensor in kept} | {id(t): f"given {i}" for i, t in enumerate(given)}
-        self._alive: list[Any] = []  # an id is told from another only while its object lives
+        self._alive: list[Any] = []  # an id is only unique while its object is alive
         self._made = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,12 +140,12 @@ class Launches(TorchDispatchMode):
 
 
 def _masks(indices: Any) -> bool:
-    """Whether one chooses by being true: then how many are chosen depends on the data."""
+    """Whether one of them is a mask: then the number of chosen elements depends on the data."""
     return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in indices)
 
 
 def first_difference(one: Sequence[str], other: Sequence[str]) -> str:
-    """In words, or "" where both are the same."""
+    """The first difference in words; "" if both are equal."""
     for first, second in zip(one, other, strict=False):
         if first != second:
             return f"{first} in one step, {second} in another"

@@ -24,7 +24,7 @@ _KEYS = [
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Where a module is given something: a parameter of its forward, or the element `at` of the tuple that it is given there."""
+    """Where a module takes an input: a parameter of its forward, or element `at` of a tuple passed there."""
 
     name: str
     at: int | None = None
@@ -36,7 +36,7 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """One tensor [batch, n, *shape] that a module returns per token: the element `at` of a tuple, or (None) all that it returns."""
+    """One tensor [batch, n, *shape] that a module returns per token: element `at` of a tuple, or (None) the whole result."""
 
     at: int | None
     shape: tuple[int, ...]
@@ -51,24 +51,24 @@ class RecurrentLayer:
     """A module with recurrent state, and how it is called.
 
     Attributes:
-        module: itself; its own forward is what runs.
-        positional: names of its forward's parameters in order.
-        arguments: of a real call with a cache; `operands` and `cache_name` are filled in for every call.
-        cache_name: "" for state in attributes.
-        operands: the tensors that it is given per token, [batch, n, ...], the first of them the hidden states.
-        outputs: what it returns per token; several are joined, each flattened to [batch, n, width].
-        output_length: how long the tuple is that it returns.
+        module: runs by its own forward, unless it has `ops`.
+        positional: names of its forward's parameters, in order.
+        arguments: those of a real call with a cache; `operands` and `cache_name` are replaced in every call.
+        cache_name: the parameter for the cache; "" if the state is in attributes.
+        operands: its inputs per token, [batch, n, ...]; the first are the hidden states.
+        outputs: its outputs per token; several are concatenated, each flattened to [batch, n, width].
+        output_length: length of the tuple that it returns.
         template: makes its caches.
-        state_at: which element of its result is the state after it; None: it is in the cache.
-        chunks: whether it takes several tokens at once when it has a state already; else they are fed one by one.
-        batches: whether several requests can take a step as one batch; else each steps alone.
-        mapped: of such a batch the module sees requests alone, and `torch.func.vmap` makes one call of them.
-        own_error: what its own forward gives for all tokens at once is off from what it gives one after another, of a row's length.
-        unused: tensors that it is given and does not read.
-        ops: by name, those that take the place of all that its forward does with its states; none: its forward runs, outside the graph.
-        why_no_ops: in words, where that was asked for.
-        scans: what computes each of `ops`, in their order.
-        why_not_in_graphs: why a captured decode step cannot hold its own forward, in words; "" where it can; None: nobody has tried.
+        state_at: index of the new state in its result; None if the state is in the cache.
+        chunks: whether it can continue a state with several tokens at once; else they are fed one by one.
+        batches: whether several requests can step as one batch; else each steps separately.
+        mapped: in such a batch the module sees single requests, which `torch.func.vmap` combines into one call.
+        own_error: how far its forward on all tokens at once is from its forward token by token, relative to a row's length.
+        unused: input tensors that it does not read.
+        ops: names of the ops that replace everything that its forward does with its states; empty: its forward runs outside the graph.
+        why_no_ops: why there are none, if this was tried.
+        scans: selections for `ops`, in their order.
+        why_not_in_graphs: why a captured decode step cannot hold its own forward; "" if it can; None if this was not tried.
     """
 
     spec: RecurrentSpec
@@ -94,7 +94,7 @@ class RecurrentLayer:
 
     @property
     def given(self) -> list[Tensor]:
-        """What it was given in the call of `arguments`, in the order of `operands`."""
+        """Its inputs in the call of `arguments`, in the order of `operands`."""
         return [operand.of(self.arguments) for operand in self.operands]
 
     @property
@@ -104,12 +104,12 @@ class RecurrentLayer:
 
     @cached_property
     def kernels(self) -> Kernels:
-        """What computes its ops in place of the functions of `attn_ops/scans/`."""
+        """The kernels that compute its ops in place of the functions of `attn_ops/scans/`."""
         return kernels_of(self.scans)
 
     @property
     def as_traced(self) -> str:
-        """All of it that a trace of the model depends on, as text."""
+        """Everything about it that a trace of the model depends on, as text."""
         return (
             f"{self.spec} {self.ops} {self.positional} {self.operands} {sorted(self.unused)} {self.outputs} {self.output_length} "
             f"{self.output_dtype}"
@@ -117,12 +117,12 @@ class RecurrentLayer:
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether it goes on from a state with several tokens at once."""
+        """Whether it can continue a state with several tokens at once."""
         return self.chunks or bool(self.ops)
 
     @property
     def in_graphs(self) -> bool:
-        """Whether a captured decode step may hold all that it does."""
+        """Whether a captured decode step may contain it."""
         return bool(self.ops) or self.why_not_in_graphs == ""
 
     def describe(self) -> str:
@@ -136,9 +136,9 @@ class RecurrentLayer:
         return f"by its own forward{why}: prompts {prompts}, decoding requests {decoding}{graphs * (self.why_not_in_graphs is not None)}"
 
     def run(self, inputs: Sequence[Tensor], states: Sequence[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
-        """inputs [batch, n, ...] in the order of `operands`; states [batch, ...] before them, or None at the start of a sequence.
+        """inputs [batch, n, ...] in the order of `operands`; states [batch, ...] to start from, or None at the start of a sequence.
 
-        Returns the output [batch, n, ...] and the states after it. `states` may be overwritten.
+        Returns the output [batch, n, ...] and the new states. May overwrite `states`.
         """
         cache = self.template.make(states)
         result = self._called(inputs, cache)
@@ -146,19 +146,19 @@ class RecurrentLayer:
         return self._rows(result), [state.to(spec.dtype) for state, spec in zip(after, self.spec.states, strict=True)]
 
     def step(self, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """As `run`, one token [batch, 1, ...] of each of several requests that can step together."""
+        """`run` for one token [batch, 1, ...] of each of several requests that can step together."""
         if not self.mapped:
             return self.run(inputs, states)
 
-        def alone(inputs: list[Tensor], states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        def of_request(inputs: list[Tensor], states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
             output, after = self.run([value[None] for value in inputs], [state[None] for state in states])
             return output[0], [state[0] for state in after]
 
-        result: tuple[Tensor, list[Tensor]] = mapped(alone, list(inputs), list(states))
+        result: tuple[Tensor, list[Tensor]] = mapped(of_request, list(inputs), list(states))
         return result
 
     def run_without_cache(self, inputs: Sequence[Tensor]) -> Tensor:
-        """The output [1, T, ...] of a call as it is traced: `inputs` are all that the module is given."""
+        """The output [1, T, ...] of a call as it is traced, with only `inputs`."""
         return self._rows(self._called(inputs, None))
 
     def _called(self, inputs: Sequence[Tensor], cache: Any) -> Any:
@@ -181,7 +181,7 @@ class RecurrentLayer:
         return parts[0] if len(parts) == 1 else torch.cat([part.flatten(2) for part in parts], -1)
 
     def run_tokens(self, inputs: Sequence[Tensor], states: Sequence[Tensor] | None) -> tuple[list[Tensor], list[Tensor]]:
-        """As `run`, in the calls that the module can make: outputs to be joined along the tokens, and the states after them."""
+        """`run`, split into calls that the module supports: outputs to be concatenated along the tokens, and the new states."""
         if states is None or self.chunks:
             output, after = self.run(inputs, states)
             return [output], after
@@ -193,8 +193,8 @@ class RecurrentLayer:
 
 
 def mapped(function: Callable[..., Any], *args: Any) -> Any:
-    """`torch.func.vmap(function)(*args)`, also inside an op: while a step is recorded, the dispatcher skips vmap there and would run the
-    op's own parts on tensors that no kernel knows."""
+    """`torch.func.vmap(function)(*args)`, also inside an op: while a step is recorded, the dispatcher would skip vmap there and run the
+    op's parts on tensors that no kernel supports."""
     skipped = torch._C._dispatch_tls_local_exclude_set()
     for key in _KEYS:
         skipped = skipped.remove(key)
@@ -203,15 +203,15 @@ def mapped(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class KeptAttributes:
-    """State in plain attributes of modules, kept for each request as if it lay in a cache: `values` of a module's attributes and of those
-    inside it, by path below it."""
+    """State in plain attributes of modules, kept per request like a cache: `values` by path below the module, for its attributes and those
+    of its submodules."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
 
 
 def call_with_attributes(module: nn.Module, arguments: dict[str, Any], kept: KeptAttributes) -> Any:
-    """What a module returns that starts from these states; `kept` then has those after the call."""
+    """Calls a module that starts from these states; afterwards `kept` holds the new ones."""
     owners = {path: (module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in kept.values}
     before = {path: getattr(owner, name) for path, (owner, name) in owners.items()}
     try:

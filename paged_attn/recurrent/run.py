@@ -21,14 +21,14 @@ from paged_attn.recurrent.layer import RecurrentLayer
 
 
 class RecurrentRunner:
-    """The recurrent layers of one model over one pool; a forward context takes it beside the attention backend."""
+    """The recurrent layers of one model and their pool; part of a forward context, beside the attention backend."""
 
     def __init__(self, layers: Sequence[RecurrentLayer], pool: StatePool) -> None:
         self.layers, self.pool = tuple(layers), pool
 
     def plan(self, batch: Batch) -> RecurrentPlan:
-        """Raises ContextError: a request or a checkpoint has no slot, one that the pool lacks, or another one's; or a checkpoint is not on
-        the way."""
+        """Raises ContextError: a request or checkpoint has no slot, a slot that does not exist, or one that is used twice; or a checkpoint
+        is not inside the request's new tokens."""
         slots = [*batch.state_slots_host[: batch.num_real_requests], *(kept.slot for each in batch.checkpoints.values() for kept in each)]
         if len(set(slots)) < len(slots) or not all(1 <= slot < self.pool.num_slots for slot in slots):
             raise ContextError(
@@ -49,12 +49,12 @@ class RecurrentRunner:
         return self.pool.states(layer_id)[state_id]
 
     def kernels(self, layer_id: int) -> Kernels:
-        """What computes a layer's ops in place of the functions of `attn_ops/scans/`."""
+        """The kernels that compute a layer's ops in place of the functions of `attn_ops/scans/`."""
         return self.layers[layer_id].kernels
 
     def forward(self, plan: RecurrentPlan, layer_id: int, inputs: Sequence[Tensor], output: Tensor) -> None:
-        """By the layer's own forward: each extending request, up to each of its checkpoints and then the rest, and then all decoding ones
-        as one batch; the states in the pool advance.
+        """Runs the layer's own forward: each extending request up to each of its checkpoints and to its end, then all decoding requests
+        as one batch. Advances the states in the pool.
 
         inputs [1, T, ...] in the order of the layer's operands; output [1, T, ...].
         """
@@ -81,7 +81,7 @@ def _extend(layer: RecurrentLayer, states: Sequence[Tensor], extends: Extends, i
 
 
 def _decode(layer: RecurrentLayer, states: Sequence[Tensor], rows: StateRows, inputs: Sequence[Tensor], output: Tensor) -> None:
-    """On the device alone where the batch decodes alone and the layer takes it as one: so a captured graph can hold it."""
+    """Runs only on the device if all requests decode and the layer takes them as one batch, so that a graph can capture it."""
     given, results = [rows.decoding(value[0])[:, None] for value in inputs], []
     width = max(rows.num_decode, 1) if layer.batches else 1
     for start in range(0, rows.num_decode, width):
@@ -95,20 +95,20 @@ def _decode(layer: RecurrentLayer, states: Sequence[Tensor], rows: StateRows, in
 
 
 class TokenByToken(RecurrentRunner):
-    """Runs one request a token at a time, as decoding does."""
+    """Runs one request, one token at a time, as decoding does."""
 
     def plan(self, batch: Batch) -> RecurrentPlan:
         """The plan for a batch of one request without cached tokens."""
         (slot,), device = batch.state_slots_host, batch.slots.device
         none = torch.empty(0, dtype=torch.int64, device=device)
         first = StateRows(none, none, Extends([0], [1], [slot], [True], device))
-        spaced = torch.arange(batch.num_tokens, device=device)[:, None].repeat(1, 2)  # rows begin at multiples of 16 bytes, as a step's do
+        spaced = torch.arange(batch.num_tokens, device=device)[:, None].repeat(1, 2)  # rows are 16-byte aligned, as in a step
         rows = spaced[:, :1].unbind()
         return RecurrentPlan(batch.num_tokens, (first, *(StateRows(row, torch.full_like(row, slot), None) for row in rows[1:])))
 
 
-class KernelsAlone(RecurrentRunner):
-    """For `backends.compiling.compile_ahead`: what no kernel serves is left out, as there is nothing to compile."""
+class OnlyKernels(RecurrentRunner):
+    """For `backends.compiling.compile_ahead`: skips ops without a kernel, since there is nothing to compile."""
 
     def kernels(self, layer_id: int) -> Kernels:
         return _Served(super().kernels(layer_id))
@@ -123,7 +123,7 @@ class _Served(dict[Callable[..., None], Kernel]):
 def runner_of(
     layers: Sequence[RecurrentLayer], num_requests: int, device: torch.device, kind: type[RecurrentRunner] = RecurrentRunner
 ) -> RecurrentRunner | None:
-    """A runner over a pool of its own, filled with NaN, for a check of so many requests; None for a model without recurrent layers."""
+    """A runner with its own pool, filled with NaN, for checking `num_requests` requests; None for a model without recurrent layers."""
     if not layers:
         return None
     pool = StatePool([layer.spec for layer in layers], num_requests + 1, device)

@@ -29,16 +29,16 @@ _numbers = itertools.count(1)
 class RecurrentStates:
     """One slot per request for the state of a model's recurrent layers, as in Qwen3-Next or Mamba.
 
-    `with forward_context(batch, pool, states=states): compiled(**batch.model_inputs())`, where each `BatchRequest` names its
-    `state_slot`, taken from `slots`. A request without cached tokens starts from a fresh state; its slot needs no clearing. Calls outside
-    such a context compute what the model computes. Several threads may hold contexts at once; a thread that calls the model outside one
-    meanwhile may get a ContextError.
+    `with forward_context(batch, pool, states=states): compiled(**batch.model_inputs())`, where each `BatchRequest` has a `state_slot`
+    allocated from `slots`. A request without cached tokens starts from a fresh state; its slot need not be cleared. Outside such a
+    context a call computes what the model computes. Several threads may hold contexts at once; a thread that calls the model outside one
+    at the same time may get a ContextError.
 
     Attributes:
         name: unique to these states.
         layers: the recurrent layers, in execution order.
         pool: [num_slots, ...] per state; slot 0 is for padding.
-        slots: hands out 1 to num_slots - 1.
+        slots: allocates slots 1 to num_slots - 1.
 
     Args:
         model: in eval mode; like torch.compile, this does not keep it alive.
@@ -47,12 +47,12 @@ class RecurrentStates:
 
     Raises:
         UnsupportedError: the model has no recurrent layer, or one that cannot run by itself or token by token.
-        ValueError: fewer than two slots; or the model has states already.
+        ValueError: fewer than two slots; or the model already has states.
     """
 
     def __init__(self, model: nn.Module, num_slots: int, scans_backend: str = "auto", state_dtype: str = "auto") -> None:
         if model in _known:
-            raise ValueError(f"this {type(model).__name__} has RecurrentStates already; close them first")
+            raise ValueError(f"this {type(model).__name__} already has RecurrentStates; close them first")
         self.device = model_device(model)
         with without_engine(model) as inputs_of:
             self.layers = with_state_dtype(with_ops(find_recurrent_layers(model, inputs_of), scans_backend), state_dtype)
@@ -68,7 +68,7 @@ class RecurrentStates:
         _known[model] = self
 
     def close(self) -> None:
-        """Restore the model's modules. Graphs compiled in the meantime no longer run in any context."""
+        """Restores the model's modules. Graphs compiled in the meantime no longer run in any context."""
         self._undo.close()
         model = self._model()
         if model is not None and _known.get(model) is self:
@@ -84,7 +84,7 @@ class ContextWithStates(ForwardContext):
     """While it is open, torch.compile traces the model's recurrent layers as ops.
 
     Args:
-        traced: the call is only for tracing: the graph runs as it was traced, and stores no state.
+        traced: the call only traces: the graph runs unchanged and stores no state.
     """
 
     def __init__(self, batch: Batch, pool: KVPool, backend: Backend, states: RecurrentStates, traced: bool = False) -> None:

@@ -23,14 +23,14 @@ logger = logging.getLogger("paged_attn")
 Result = tuple[Tensor, list[Tensor]]
 LIMIT = 1e-2
 LIMIT_16_BIT = FORMULAS_APART = 4e-2
-_AGES = (1, 4, 7)  # three requests of different lengths take their next step together
+_AGES = (1, 4, 7)  # cached tokens of three requests that take their next step together
 
 
 def verified(layer: RecurrentLayer) -> RecurrentLayer:
-    """The layer with `chunks` and `batches` as they are, seen on the inputs [1, n, ...] in its `arguments`.
+    """The layer with `chunks` and `batches` set to what its inputs [1, n, ...] in `arguments` show.
 
     Raises:
-        UnsupportedError: token by token it gives another result than for all tokens at once.
+        UnsupportedError: its results token by token and for all tokens at once differ.
     """
     inputs = layer.given
     count = inputs[0].shape[1]
@@ -43,18 +43,18 @@ def verified(layer: RecurrentLayer) -> RecurrentLayer:
                 f"{count} tokens at once (off by {error:.2g} of its size), so that what it would generate is not defined"
             )
         chunked = in_parts(layer, inputs, [1, 4, count - 1])
-    # What the two formulas of the layer differ by, by rounding or by themselves, says what is not a mistake.
+    # The difference between the layer's two formulas, whether rounding or more, is not a mistake.
     layer = dataclasses.replace(layer, chunks=difference(whole, chunked) <= allowed_error(whole, error), own_error=error)
     return _batching(layer, inputs, along)
 
 
 def allowed_error(result: Result, own_error: float) -> float:
-    """What another form of a layer may differ by that gave `result`, and whose two formulas differ by `own_error`."""
+    """The allowed error of another form of a layer with this result, whose two formulas differ by `own_error`."""
     return MULTIPLE * max(own_error, rounding(*(tensor.dtype for tensor in (result[0], *result[1]))))
 
 
 def _batching(layer: RecurrentLayer, inputs: Sequence[Tensor], along: list[Result]) -> RecurrentLayer:
-    """With `batches` and `mapped`: requests of different lengths step together, as the module itself takes them or mapped."""
+    """The layer with `batches` and `mapped`: whether requests of different lengths can step together, in the module itself or mapped."""
     rows, states, expected = ages(inputs, along, _AGES)
     for mapped in (False, True):
         form = dataclasses.replace(layer, batches=True, mapped=mapped)
@@ -72,7 +72,7 @@ def _batching(layer: RecurrentLayer, inputs: Sequence[Tensor], along: list[Resul
 
 
 def stepwise(layer: RecurrentLayer, inputs: Sequence[Tensor]) -> tuple[Result, list[Result]]:
-    """All outputs with the last states, and the result of each step."""
+    """(all outputs and the last states, the result of each step)."""
     along: list[Result] = []
     for token in range(inputs[0].shape[1]):
         before = [state.clone() for state in along[-1][1]] if along else None
@@ -82,7 +82,7 @@ def stepwise(layer: RecurrentLayer, inputs: Sequence[Tensor]) -> tuple[Result, l
 
 
 def in_parts(layer: RecurrentLayer, inputs: Sequence[Tensor], ends: Sequence[int], states: Sequence[Tensor] | None = None) -> Result:
-    """All outputs with the last states, in calls that end at these tokens and at the last one; from `states`, which stay as they are."""
+    """All outputs and the last states, in calls that end at these tokens and at the last one; `states` are not changed."""
     outputs, start = [], 0
     for end in [*ends, inputs[0].shape[1]]:
         states = None if states is None else [state.clone() for state in states]
@@ -94,14 +94,14 @@ def in_parts(layer: RecurrentLayer, inputs: Sequence[Tensor], ends: Sequence[int
 
 
 def ages(inputs: Sequence[Tensor], along: list[Result], steps: Sequence[int]) -> tuple[list[Tensor], list[Tensor], Result]:
-    """Requests that have taken so many steps of `stepwise`: their next rows [N, 1, ...], their states, and what that step gives."""
+    """For requests after these numbers of `stepwise` steps: their next rows [N, 1, ...], their states, and the result of that step."""
     before, after = ([torch.cat(each) for each in zip(*(along[n][1] for n in at), strict=True)] for at in ([n - 1 for n in steps], steps))
     rows = [torch.cat([value[:, n : n + 1] for n in steps]) for value in inputs]
     return rows, before, (torch.cat([along[n][0] for n in steps]), after)
 
 
 def difference(expected: Result, got: Result) -> float:
-    """The largest error of a token's output, or of a request's state; infinite where a shape differs or a number is not finite."""
+    """The largest error of a token's output or a request's state; infinite if a shape differs or a number is not finite."""
     states = list(zip(expected[1], got[1], strict=True))
     pairs = [(expected[0], got[0]), *states]
     if any(one.shape != other.shape or not bool(other.isfinite().all()) for one, other in pairs):

@@ -124,7 +124,7 @@ def test_a_model_without_such_layers_needs_none() -> None:
 def test_a_model_has_them_once_and_is_what_it_was_afterwards() -> None:
     model = recurrent("lfm2")
     before = [vars(module).get("forward") for module in model.modules()]
-    with states_for(model), pytest.raises(ValueError, match="has RecurrentStates already; close them first"):
+    with states_for(model), pytest.raises(ValueError, match="already has RecurrentStates; close them first"):
         RecurrentStates(model, 4)
     assert [vars(module).get("forward") for module in model.modules()] == before
     with states_for(model):

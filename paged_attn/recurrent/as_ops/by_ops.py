@@ -25,28 +25,28 @@ from paged_attn.calling.evaluating import evaluating
 from paged_attn.calling.reference_functions import forward_scopes
 from paged_attn.recurrent.as_ops.functions import FUNCTIONS, NoOpFits, layer_of_ops, ops_that_ran, replaced_functions
 from paged_attn.recurrent.layer import RecurrentLayer
-from paged_attn.recurrent.run import KernelsAlone, RecurrentRunner
+from paged_attn.recurrent.run import OnlyKernels, RecurrentRunner
 from paged_attn.recurrent.verify import LIMIT, LIMIT_16_BIT, difference, in_parts
 from paged_attn.stopwatch import part
 from paged_attn.tolerances import MULTIPLE, rounding
 
 logger = logging.getLogger("paged_attn")
-# New tokens of each request in each step: prompts of several chunks, first tokens, going on from a state, decoding rows.
+# New tokens of each request in each step: prompts of several chunks, first tokens, continued states, decoding rows.
 STEPS = ((66, 1, 3, 0), (1, 9, 2, 1), (1, 1, 1, 1), (2, 1, 0, 5))
 SLOTS = (3, 1, 5, 2)
-KEPT = {0: (StateCheckpoint(63, 4),)}  # checkpoints of each step's first request: one inside a chunk
+KEPT = {0: (StateCheckpoint(63, 4),)}  # by step: checkpoints of its first request, here one inside a chunk
 PADDING, PAGE = 2, 4096
-_INDICES = ("layer_idx", "layer_id")  # attributes that number a layer
+_INDICES = ("layer_idx", "layer_id")  # attributes that hold a layer's number
 
 
 @part("prove recurrent ops")
 def with_ops(layers: Sequence[RecurrentLayer], backend: str = "auto") -> tuple[RecurrentLayer, ...]:
-    """The layers, those whose ops are proved with `ops`, the others with `why_no_ops`; `backend`: "auto", or a name of
+    """The layers, with `ops` if these are proved, else with `why_no_ops`; `backend`: "auto", or a name from
     `paged_attn.backends.selection.scans`.
 
     Raises:
         ValueError: an unknown backend.
-        UnsupportedError: the backend cannot compute one of these ops, gives other numbers, or knows none of them.
+        UnsupportedError: the backend cannot compute one of these ops, gives wrong results, or supports none of them.
     """
     if backend != "auto":
         scans_backend(backend)
@@ -72,11 +72,11 @@ def with_ops(layers: Sequence[RecurrentLayer], backend: str = "auto") -> tuple[R
 
 
 def _proved(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
-    """The layer with its ops, and with what computes them.
+    """The layer with its ops, and the kernels that compute them.
 
     Raises:
-        NoOpFits: why it has none.
-        UnsupportedError: as of `with_ops`.
+        NoOpFits: the layer cannot run by ops.
+        UnsupportedError: as in `with_ops`.
     """
     scopes = scopes_of([layer.module])
     if not scopes:
@@ -87,7 +87,7 @@ def _proved(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
         with model_code(_not_without_cache):
             ops, states = _what_runs(layer, scopes)
         if len(ops) < len(layer.spec.states):
-            raise NoOpFits("ops are known for some of its states alone")
+            raise NoOpFits("ops are known for only some of its states")
         chosen = dataclasses.replace(layer, ops=ops, scans=_selected(layer, ops, states, backend))
         if chosen.kernels:
             if _compiles_ahead(chosen):
@@ -95,7 +95,7 @@ def _proved(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
             error, allowed = _compared(chosen, scopes)
             if error <= allowed:
                 return chosen
-        with model_code(_not_without_cache):  # without kernels: if this is off as well, it is the ops that do not fit
+        with model_code(_not_without_cache):  # without kernels: if this is off too, the ops do not fit
             own_error, own_allowed = _compared(layer, scopes)
     if not own_error <= own_allowed:
         raise NoOpFits(f"its ops are off by {own_error:.2g} of its size, allowed is {own_allowed:.2g}")
@@ -118,12 +118,12 @@ def _selected(layer: RecurrentLayer, ops: Sequence[str], states: Sequence[StateS
 
 
 def scopes_of(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """The globals in which the forwards of these modules and of theirs find functions that have an op."""
+    """The globals in which the forwards of these modules and their submodules find functions that have an op."""
     return [scope for scope in forward_scopes(modules) if FUNCTIONS.keys() & scope.keys()]
 
 
 def _what_runs(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[StateSpec]]:
-    """The ops that the layer's forward calls, seen in a step of two tokens, and each one's state."""
+    """The ops that the layer's forward calls in a step of two tokens, and the state of each."""
     pool = StatePool([layer.spec], 2, _device(layer))
     batch = Batch.build([BatchRequest([0] * 2, [1], state_slot=1)], PAGE, _device(layer), StepShape(2 + PADDING, MIN_ROWS))
     _by_ops(layer, scopes, pool, batch, _rows(layer, 2, 0))
@@ -132,7 +132,7 @@ def _what_runs(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple
 
 
 def _compared(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """The error of the ops, and what it may be."""
+    """The error of the ops, and the allowed error."""
     error, allowed = apart(layer, layer, scopes), _limit(layer)
     if layer.chunks and allowed < error < LIMIT:
         allowed = min(LIMIT, max(allowed, MULTIPLE * _own_noise(layer)))
@@ -140,9 +140,9 @@ def _compared(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple[
 
 
 def apart(layer: RecurrentLayer, served: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> float:
-    """The largest error of an output row or of a request's state, in ragged steps from states among NaN; infinite where one has NaN.
+    """The largest error of an output row or a request's state, in ragged steps in a pool otherwise full of NaN; infinite if it has NaN.
 
-    served: the layer as its ops run it, whose states may have another dtype.
+    served: the layer as its ops run it; its states may have another dtype.
     """
     pools = [StatePool([each.spec], max(SLOTS) + 1, _device(layer)) for each in (layer, served)]
     for pool in pools:
@@ -184,7 +184,7 @@ def _compiles_ahead(layer: RecurrentLayer) -> bool:
 
 
 def compile_ahead(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> None:
-    """The kernels that `apart` will launch, by other processes at once."""
+    """Compiles the kernels that `apart` will launch, in parallel in other processes."""
     from paged_attn.backends.compiling.compile_ahead import compiling_ahead, on_fakes
 
     device = _device(layer)
@@ -193,18 +193,16 @@ def compile_ahead(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> No
         pool = StatePool([layer.spec], max(SLOTS) + 1, device)
         try:
             for batch, inputs in steps:
-                _by_ops(layer, scopes, pool, on_fakes(batch, device), [*map(torch.empty_like, inputs)], KernelsAlone)
+                _by_ops(layer, scopes, pool, on_fakes(batch, device), [*map(torch.empty_like, inputs)], OnlyKernels)
         except MODEL_ERRORS as error:  # raised by the model's own code, which may read values
-            logger.info(
-                "%s does not run on fake tensors, so that its kernels are compiled one after the other: %s", layer.spec.module, error
-            )
+            logger.info("%s does not run on fake tensors, so its kernels are compiled one after the other: %s", layer.spec.module, error)
 
 
 def _by_ops(
     layer: RecurrentLayer, scopes: Sequence[dict[str, Any]], pool: StatePool, batch: Batch, inputs: Sequence[Tensor],
     kind: type[RecurrentRunner] = RecurrentRunner,
 ) -> Tensor:  # fmt: skip
-    """The output of the layer's forward [1, rows, ...] with ops in the places of functions."""
+    """The output of the layer's forward [1, rows, ...], with its functions replaced by ops."""
     shapes = [state.shape for state in layer.spec.states]
     ops = kind([layer], pool)
     with without_attention(batch, torch.float32, ops), layer_of_ops(shapes), replaced_functions(scopes):
@@ -212,8 +210,8 @@ def _by_ops(
 
 
 def _own_noise(layer: RecurrentLayer) -> float:
-    """What rounding does to the rows of `apart` in the layer's own forward: token by token instead of all of a step at once, and with
-    each number that it is given off by a little, of which `MULTIPLE` times is one rounding."""
+    """The effect of rounding on the rows of `apart` in the layer's own forward: token by token compared with all tokens of a step at once,
+    and with every input off by 1 / `MULTIPLE` of a rounding."""
     states: list[Sequence[Tensor] | None] = [None] * len(SLOTS)
     noise = 0.0
     for number, counts in enumerate(STEPS):
@@ -230,7 +228,7 @@ def _own_noise(layer: RecurrentLayer) -> float:
 
 
 def _nudged(rows: Tensor) -> Tensor:
-    """Up or down by a part of one rounding, in turns."""
+    """The rows, alternately increased and decreased by 1 / `MULTIPLE` of a rounding."""
     if not rows.is_floating_point():
         return rows
     signs = torch.arange(rows.numel(), device=rows.device).view_as(rows) % 2 * 2 - 1
@@ -238,7 +236,7 @@ def _nudged(rows: Tensor) -> Tensor:
 
 
 def _rows(layer: RecurrentLayer, count: int, seed: int) -> list[Tensor]:
-    """What a layer is given for so many tokens [1, count + PADDING, ...], made of what it was given in a real call; padding is NaN."""
+    """Inputs of a layer for `count` tokens [1, count + PADDING, ...], mixed from its inputs in a real call; padding is NaN."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for given in (each[0] for each in layer.given):
@@ -253,7 +251,7 @@ def _rows(layer: RecurrentLayer, count: int, seed: int) -> list[Tensor]:
 
 
 def _limit(layer: RecurrentLayer) -> float:
-    """What an error may be: rounding; in 16 bits, where the layer's own forward rounds between its steps, as much as its two forms may."""
+    """The allowed error: rounding; in 16 bits, where the layer's own forward rounds between its steps, as much as its two forms differ."""
     dtypes = (layer.output_dtype, *(state.dtype for state in layer.spec.states))
     if any(dtype.itemsize < 4 for dtype in dtypes):
         return LIMIT_16_BIT
@@ -265,7 +263,7 @@ def _device(layer: RecurrentLayer) -> torch.device:
 
 
 def kind_of(layer: RecurrentLayer) -> tuple[Any, ...]:
-    """What makes two layers compute the same apart from the values of their weights, as far as can be said without running them."""
+    """Equal for layers that compute the same apart from the values of their weights, judged without running them."""
     parts = [
         (name, type(module), sorted((key, value) for key, value in vars(module).items() if isinstance(value, bool | int | float | str)))
         for name, module in layer.module.named_modules()

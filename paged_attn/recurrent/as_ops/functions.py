@@ -22,35 +22,35 @@ _ACTIVATIONS = {None: "", "silu": "silu", "swish": "silu"}
 
 
 class NoOpFits(Exception):
-    """Why what a layer computes is not what an op computes."""
+    """Why a layer does not compute what an op computes."""
 
 
 @dataclass
 class _Running:
-    """The layer whose forward runs: its id (-1: none), the shapes of its states, and by index of a state the op that has taken it."""
+    """The layer whose forward is running: its id (-1: none), the shapes of its states, and state index -> op that has taken the state."""
 
     layer_id: int = -1
     shapes: Sequence[tuple[int, ...]] = ()
     ops: dict[int, str] = field(default_factory=dict)
 
     def take(self, op: str, fits: Callable[[tuple[int, ...]], bool]) -> int:
-        """The first state of that shape that no other op of the layer has."""
+        """The first state with a fitting shape that no other op of the layer has taken."""
         for index, shape in enumerate(self.shapes):
             if index not in self.ops and fits(shape):
                 self.ops = {**self.ops, index: op}
                 return index
-        raise NoOpFits(f"none of its states is one of {op}")
+        raise NoOpFits(f"none of its states has the shape that {op} needs")
 
 
 _running = _Running()
 _one_at_a_time = threading.Lock()
 _replaced: dict[tuple[int, str], tuple[int, Callable[..., Any]]] = {}  # by (globals id, name): number of users, the original function
-_proving: set[int] = set()  # threads in which `layer_of_ops` is entered; others may run the same model meanwhile
+_proving: set[int] = set()  # threads inside `layer_of_ops`; other threads may run the same model meanwhile
 
 
 @contextmanager
 def layer_of_ops(shapes: Sequence[tuple[int, ...]]) -> Iterator[None]:
-    """Inside, the functions of `replaced_functions` are ops of a lone layer, called without torch.compile, too."""
+    """Inside, the functions of `replaced_functions` are ops of a single layer, also when called without torch.compile."""
     with _one_at_a_time:
         enter_layer(0, shapes)
         _proving.add(threading.get_ident())
@@ -70,21 +70,21 @@ def leave_layer() -> None:
 
 
 def ops_that_ran() -> dict[int, str]:
-    """The ops of the last layer in order: by index of a state the name of the op that took it."""
+    """State index -> name of the op that took the state, for the last layer, in the order of the ops."""
     return _running.ops
 
 
 @contextmanager
 def replaced_functions(scopes: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Inside, the known names in these modules' globals are ops while a layer runs that `enter_layer` named, and else what they were.
+    """Inside, known names in these modules' globals are ops while a layer runs that `enter_layer` named; otherwise they are unchanged.
 
-    Several may overlap and end in any order: the last one puts the functions back.
+    Several such contexts may overlap and end in any order: the last one restores the functions.
     """
     found = [(scope, name) for scope in scopes for name in FUNCTIONS.keys() & scope.keys()]
     for scope, name in found:
         uses, original = _replaced.get((id(scope), name), (0, scope[name]))
         if not uses:
-            scope[name] = _or_as_it_was(FUNCTIONS[name], original)
+            scope[name] = _op_or_original(FUNCTIONS[name], original)
         _replaced[id(scope), name] = uses + 1, original
     try:
         yield
@@ -97,7 +97,7 @@ def replaced_functions(scopes: Sequence[dict[str, Any]]) -> Iterator[None]:
                 scope[name] = original
 
 
-def _or_as_it_was(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _op_or_original(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         here = _running.layer_id >= 0 and (torch.compiler.is_compiling() or threading.get_ident() in _proving)
         return function(*args, **kwargs) if here else original(*args, **kwargs)
@@ -179,7 +179,7 @@ def _mamba1_scan(
 
 def _one_row_of_tokens(given: Tensor, more: dict[str, Any], initial: Tensor | None = None, final: bool = False) -> None:
     if given.shape[0] != 1 or initial is not None or final or more.get("cu_seqlens") is not None or more.get("seq_idx") is not None:
-        raise NoOpFits("it calls its functions with states or several sequences when it has no cache")
+        raise NoOpFits("without a cache it calls its functions with states or several sequences")
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -19,14 +19,14 @@ logger = logging.getLogger("paged_attn")
 
 
 def with_state_dtype(layers: Sequence[RecurrentLayer], name: str) -> tuple[RecurrentLayer, ...]:
-    """The layers with their float32 states in a dtype of 16 bits, or, for "auto", as they are.
+    """The layers with their float32 states in a 16-bit dtype or, for "auto", unchanged.
 
-    Ops compute in float32 from what they read and round what they write, so that a state is rounded once in each decode step, and once
-    at the end of a prompt's chunk. Each kind of layer is compared with its own forward, whose states are the model's.
+    Ops compute in float32 and round what they write, so a state is rounded once per decode step, and once at the end of a prompt's chunk.
+    Each kind of layer is compared with its own forward, which keeps the model's dtype.
 
     Raises:
-        UnsupportedError: the model computes in float32; a layer runs by its own forward, which is given the states that it made itself;
-            or it is off by more than one in 16 bits may be.
+        UnsupportedError: the model computes in float32, a layer runs by its own forward (which returns states of its own dtype), or its
+            error is larger than allowed in 16 bits.
     """
     if name == "auto" or not layers:
         return tuple(layers)
@@ -45,7 +45,7 @@ def _narrowed(layer: RecurrentLayer, dtype: torch.dtype) -> RecurrentLayer:
     if layer.output_dtype.itemsize > dtype.itemsize:
         raise UnsupportedError(f"{asked}, but {where} computes in {layer.output_dtype}; only models in 16 bits take it. Leave it out.")
     if not layer.ops:
-        raise UnsupportedError(f"{asked}, but {where} runs by its own forward, which gives states of its own dtype. Leave it out.")
+        raise UnsupportedError(f"{asked}, but {where} runs by its own forward, which returns states of its own dtype. Leave it out.")
     narrow = [dataclasses.replace(state, dtype=dtype) if state.dtype == torch.float32 else state for state in layer.spec.states]
     served = dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, states=tuple(narrow)))
     with torch.no_grad(), evaluating(layer.module):

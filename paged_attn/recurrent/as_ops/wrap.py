@@ -19,9 +19,9 @@ from paged_attn.recurrent.layer import RecurrentLayer
 
 
 class Switch:
-    """torch.compile guards on `on`: with it and without it a model is compiled apart.
+    """torch.compile guards on `on`: a model is compiled separately with each of its values.
 
-    RecurrentStates give a name of their own: Dynamo shares graphs among models of a class, and a graph is of one's states.
+    RecurrentStates use a unique name: Dynamo shares graphs among models of a class, but a graph belongs to one model's states.
     """
 
     def __init__(self, on: bool | str) -> None:
@@ -32,9 +32,9 @@ class Switch:
 def replaced_by_ops(layers: Sequence[RecurrentLayer], switch: Switch | None = None) -> Iterator[None]:
     """Inside, while torch.compile traces, each layer's module emits `recurrent_layer_with_output` with its index in `layers`.
 
-    Of a layer with `ops` those take the place of its functions, and all else that its forward computes is traced.
+    If a layer has `ops`, they replace its functions, and the rest of its forward is traced.
 
-    Called without torch.compile, or while a switch that is given is off, the module computes what it did before.
+    Called without torch.compile, or while the given switch is off, a module computes what it did before.
     """
     wanted = switch or Switch(True)
     with ExitStack() as undo:
@@ -46,7 +46,7 @@ def replaced_by_ops(layers: Sequence[RecurrentLayer], switch: Switch | None = No
 
 
 def _unbound(module: nn.Module) -> Callable[..., Any]:
-    """Its forward, to be called with the module, so that a deepcopy of it computes with the weights of the copy."""
+    """A module's forward as a function of the module, so that a deepcopy computes with its own weights."""
     bound = module.forward
     if isinstance(bound, MethodType) and bound.__self__ is module:
         return bound.__func__

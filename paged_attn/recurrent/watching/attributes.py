@@ -15,7 +15,7 @@ from paged_attn.recurrent.watching.watch import Call, named_arguments
 
 
 def attribute_states(short: Mapping[str, Tensor], long: Mapping[str, Tensor]) -> list[str]:
-    """The paths of the attributes that two calls, on few and on many tokens, replaced by tensors of one shape."""
+    """The paths of attributes that calls on few and on many tokens both replaced by tensors of the same shape."""
     return sorted(path for path, value in long.items() if value.dim() > 1 and path in short and short[path].shape == value.shape)
 
 
@@ -27,7 +27,7 @@ def owners_of(paths: list[str]) -> dict[str, list[str]]:
 
 
 def calls_of(model: nn.Module, inputs: dict[str, Any], names: Mapping[str, Any]) -> dict[str, list[Call]]:
-    """What modules are given and return in one call of the model, which is left as it was."""
+    """Arguments and results of these modules in one call of the model, which is restored afterwards."""
     found: dict[str, list[Call]] = {name: [] for name in names}
     with left_as_it_was(model), torch.no_grad():
         for name in names:
@@ -41,16 +41,16 @@ def calls_of(model: nn.Module, inputs: dict[str, Any], names: Mapping[str, Any])
 
 
 def without_unused(call: Call) -> frozenset[str]:
-    """Sets tensors to None in a call's arguments without which the module gives the same, such as masks.
+    """Sets those tensors in a call's arguments to None that the module does not need, such as masks.
 
     Returns:
-        their names, and those of parameters that were None (a mask of a prompt shorter than a window) and may be any tensor.
+        Their names, and those of parameters that were None (a mask of a prompt shorter than a window) and may be any tensor.
     """
     rows, unused = _output_tensor(call.output), set[str]()
     if rows is None or rows.dim() < 2:
         return frozenset()
     tokens = rows.shape[1]
-    unread = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (  # whatever reads their numbers fails
+    unread = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (  # reading their values fails
         ((1, tokens), torch.bool), ((1, 1, tokens, tokens), torch.bool), ((1, 1, tokens, tokens + 1), rows.dtype)
     )]  # fmt: skip
     parameters = inspect.signature(call.module.forward).parameters
@@ -66,7 +66,7 @@ def without_unused(call: Call) -> frozenset[str]:
 
 
 def _gives(call: Call, name: str, other: Tensor | None, rows: Tensor) -> bool:
-    """Whether the call gives these rows with another argument of that name."""
+    """Whether the call still returns these rows with another value for the argument `name`."""
     try:
         with left_as_it_was(call.module), torch.no_grad():
             again = _output_tensor(call.module(**{**call.arguments, name: other}))

@@ -20,7 +20,7 @@ def layer_of(
     call: Call, earlier: Call, states: Sequence[StateSpec], template: CacheTemplate, unused: frozenset[str] = frozenset(),
     state_at: int | None = None,
 ) -> RecurrentLayer:  # fmt: skip
-    """The layer that a module is, not yet verified, by its calls on LONG and, `earlier`, on SHORT tokens.
+    """The unverified layer of a module, from its calls on LONG and (`earlier`) on SHORT tokens.
 
     Raises:
         UnsupportedError: it cannot be run by itself.
@@ -34,7 +34,7 @@ def layer_of(
 
 
 def _operands(call: Call, earlier: Call) -> tuple[Operand, ...]:
-    """The tensors that the module is given per token, its hidden states (the first floating one) first."""
+    """The module's input tensors per token, the hidden states (the first floating-point one) first."""
     found: list[Operand] = []
     for name, value in call.arguments.items():
         parts = enumerate(value) if isinstance(value, (tuple, list)) else [(None, value)]
@@ -54,7 +54,7 @@ def _operands(call: Call, earlier: Call) -> tuple[Operand, ...]:
 
 
 def _outputs(call: Call) -> tuple[tuple[Output, ...], int, torch.dtype]:
-    """What a module returns per token [1, n, ...], how many elements its result has, and the dtype."""
+    """The module's outputs per token [1, n, ...], the length of its result, and the dtype."""
     several = isinstance(call.output, (tuple, list))
     parts = call.output if several else [call.output]
     found = {at: part for at, part in enumerate(parts) if isinstance(part, Tensor) and tuple(part.shape[:2]) == (1, LONG)}
@@ -68,7 +68,7 @@ def _outputs(call: Call) -> tuple[tuple[Output, ...], int, torch.dtype]:
 
 
 def refused(where: str, why: str) -> UnsupportedError:
-    """The error of a layer that cannot be run by itself."""
+    """The error for a layer that cannot be run by itself."""
     return UnsupportedError(
         f"{where} keeps recurrent state, and paged_attn cannot run it one request at a time: {why}. Nothing was generated."
     )

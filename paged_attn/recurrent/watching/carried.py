@@ -23,15 +23,15 @@ from paged_attn.recurrent.watching.watch import Call, is_cache, named_arguments
 
 @dataclass
 class _Cell:
-    """One call of a module that was given state and gave it back.
+    """One call of a module that was given state and returned it.
 
     Attributes:
         call: its `cache_name` is the parameter that received the state.
         fresh: a copy of the state as it was given.
-        at: which element of the module's result is the state.
-        after: what came back, by path, where its numbers are others.
-        columns: of these the one column that differs, where it is one.
-        own: some of them are not what a module inside left there.
+        at: index of the state in the module's result.
+        after: returned tensors whose values changed, by path.
+        columns: for those of them of which only one column changed: that column.
+        own: whether some of them were not returned by a submodule.
     """
 
     call: Call
@@ -54,7 +54,7 @@ def carried_layers(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]])
     """The innermost modules that change all of their state themselves, in execution order, not yet verified.
 
     Raises:
-        UnsupportedError: one that cannot be run by itself; the message names it and why.
+        UnsupportedError: one cannot be run by itself; the message names it and the reason.
     """
     short, long = (_cells(model, {**inputs_of(length), "use_cache": True}) for length in (SHORT, LONG))
     earlier = {cell.key: cell for cell in short}
@@ -76,7 +76,7 @@ class _Watcher:
     def __init__(self) -> None:
         self.cells: list[_Cell] = []
         self._open: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._left: list[tuple[Tensor, int]] = []  # state that cells gave back, with its version then
+        self._left: list[tuple[Tensor, int]] = []  # states that cells returned, with their versions at that time
 
     def hook(self, name: str, module: nn.Module) -> None:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ class _Watcher:
         self._left += [(value, value._version) for value in after.values()]
 
     def _is_state(self, value: Any) -> bool:
-        """Tensors [1, ...], at least one; that they are of a fixed size shows when two calls are compared."""
+        """Whether it holds tensors, all [1, ...]. Comparing two calls shows later whether their size is fixed."""
         tensors = [] if is_cache(value) else _tensors(value).values()
         return bool(tensors) and all(each.shape[:1] == (1,) for each in tensors)
 
@@ -118,7 +118,7 @@ def _copied(root: Any) -> Any:
 
 
 def _changed(fresh: Any, part: Any) -> dict[Path, Tensor]:
-    """The tensors with other numbers in what came back in the form of what was given."""
+    """The returned tensors whose values changed; empty if `part` does not have the structure of `fresh`."""
     before, now = _tensors(fresh), _tensors(part)
     if before.keys() != now.keys() or any(value.shape != before[path].shape for path, value in now.items()):
         return {}
@@ -126,7 +126,7 @@ def _changed(fresh: Any, part: Any) -> dict[Path, Tensor]:
 
 
 def _column(before: Tensor, after: Tensor) -> Column | None:
-    """The one index of one dimension in which they differ: (dimension, index)."""
+    """(dimension, index) if the tensors differ only there, else None."""
     differs = before != after
     for dim in range(differs.dim() - 1, 0, -1):
         indices = differs.transpose(0, dim).flatten(1).any(1).nonzero().flatten().tolist() if differs.shape[dim] > 1 else []
@@ -150,12 +150,12 @@ def _layer(cell: _Cell, earlier: _Cell, cells: list[_Cell]) -> RecurrentLayer:
     call.output = tuple(None if at == cell.at else part for at, part in enumerate(call.output))
     template = CacheTemplate(cell.fresh, cell.fresh, cell.after, list(cell.after), columns)
     states = [
-        StateSpec(f"{call.cache_name}{name_of(path)}{_told(columns.get(path))}", tuple(value.shape[1:]), fresh[path].dtype)
+        StateSpec(f"{call.cache_name}{name_of(path)}{_column_words(columns.get(path))}", tuple(value.shape[1:]), fresh[path].dtype)
         for path, value in zip(cell.after, template.read(cell.fresh), strict=True)
     ]
     return layer_of(call, earlier.call, states, template, state_at=cell.at)
 
 
-def _told(column: Column | None) -> str:
-    """`[:, :, i]`, whatever i, so that layers that are alike read alike."""
+def _column_words(column: Column | None) -> str:
+    """`[:, :, i]` with the letter i, so that equal layers have equal names."""
     return "" if column is None else f"[{', '.join([':'] * column[0] + ['i'])}]"

@@ -20,10 +20,10 @@ class Call:
     """One call of one module that was given the cache.
 
     Attributes:
-        arguments: by parameter name, keywords of `**kwargs` among them.
+        arguments: by parameter name, including keywords of `**kwargs`.
         cache_name: the parameter that received the cache.
         changed: paths of the cache that differ after the call.
-        own: those of them that hold another value than its submodules left there.
+        own: those of them with another value than its submodules left there.
     """
 
     name: str
@@ -40,10 +40,10 @@ class Watched:
     """One call of the model.
 
     Attributes:
-        calls: those of modules that were given the cache, in the order in which they ended.
+        calls: of modules that were given the cache, in the order in which they ended.
         fresh, cache: the cache before the first and after the last of them; None if no module was given one.
-        output: what the model returned.
-        attributes: tensors that modules keep as plain attributes and that the call replaced, by path; they are set back.
+        output: the model's result.
+        attributes: by path, tensors in plain attributes of modules that the call replaced; they are restored.
     """
 
     calls: list[Call]
@@ -59,7 +59,7 @@ class Watched:
 
 
 def watch(model: nn.Module, inputs: dict[str, Any]) -> Watched:
-    """Run `model(**inputs)`, which makes its own cache, and leave the model as it was."""
+    """Runs `model(**inputs)`, which makes its own cache, and restores the model."""
     watcher = _Watcher()
     with left_as_it_was(model) as changes, torch.no_grad():
         for name, module in model.named_modules():
@@ -110,12 +110,12 @@ def is_cache(value: Any) -> bool:
 
 
 def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name; further positional ones of `*args` are left out."""
+    """The arguments of a call by name, without extra positional ones for `*args`."""
     names = positional_names(module)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def positional_names(module: nn.Module) -> tuple[str, ...]:
-    """Parameters of a module's forward that can be given by position, in order."""
+    """The parameters of a module's forward that can be passed by position, in order."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(name for name, p in inspect.signature(module.forward).parameters.items() if p.kind in kinds)
