@@ -18,13 +18,12 @@ from paged_attn.hf.shared_table import SharedTable
 
 
 class PagedCache(Cache):
-    """`model.generate(..., past_key_values=PagedCache(model))`: K and V are stored in pages, which rows share until one of them writes.
+    """`model.generate(..., past_key_values=PagedCache(model))`: K and V are stored in pages that rows share until one of them writes.
 
-    Works with any attention implementation: a layer writes its new K and V into pages and gets everything it may see gathered, exactly as a
-    DynamicCache holds it. Beams share their common past, `copy.deepcopy` of a cache shares all of its pages (a prompt computed once
+    Works with any attention implementation: a layer writes its new K and V into pages and gets everything it may see gathered, exactly as
+    a DynamicCache holds it. Beams share their common past, `copy.deepcopy` of a cache shares all of its pages (a prompt computed once
     can be continued in many ways), and crop() frees pages. If every layer has a window, pages behind the largest one are freed
-    (not when attending in place: kernels do not support holes).
-    Recurrent states of hybrid models stay in transformers' own form.
+    (not when attending in place: kernels do not support holes). Recurrent states of hybrid models are stored as transformers does.
 
     Inside `with paged_attn.patch(model) as patched:`, `PagedCache(patched)` goes further: steps attend to the pages in place, without
     a gather, if that is the same computation (`cache_in_place.py` says when); `steps_in_place` counts them.
@@ -95,13 +94,13 @@ class PagedCache(Cache):
         return self.table.pages.num_used
 
     def advance(self, new: int) -> None:
-        """`new` tokens of every layer were written into pages that `table.prepare` made ready."""
+        """Counts `new` tokens that every layer has written into pages prepared by `table.prepare`."""
         self.steps_in_place += 1
         for layer in self._paged():
             layer.length += int(layer.kv is not None) * new
 
     def reset(self) -> None:
-        """Forgets everything; the pages are free again."""
+        """Forgets everything and frees the pages."""
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
                 layer.reset()
@@ -110,7 +109,7 @@ class PagedCache(Cache):
         self.table.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i continues from row beam_idx[i]: beams with the same origin share its pages."""
+        """Row i continues from row beam_idx[i]; beams with the same origin share its pages."""
         for layer in self._unpaged():
             layer.reorder_cache(beam_idx)
         self._move(beam_idx)
@@ -123,19 +122,19 @@ class PagedCache(Cache):
             self._move(torch.arange(self.table.rows)[indices.cpu()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row `repeats` times, one after the other, on the same pages."""
+        """Repeats each row `repeats` times in succession, on the same pages."""
         for layer in self._unpaged():
             layer.batch_repeat_interleave(repeats)
         self._move(torch.arange(self.table.rows).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last `-tokens_to_remove` tokens (a number of at most 0); pages that become empty are free.
+        """Forgets the last `-tokens_to_remove` tokens (a number of at most 0) and frees pages that become empty.
 
         Raises:
             ValueError: a positive number.
             RuntimeError: tokens that the windows would need again were already freed.
         """
-        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove; a length is no longer taken")
         paged = self._paged()

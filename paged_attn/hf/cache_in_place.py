@@ -23,11 +23,11 @@ from paged_attn.hf.patch import Patched
 from paged_attn.hf.shared_table import SharedTable
 from paged_attn.passes.fx.model_facts import model_dtype
 
-_dispatching: weakref.WeakSet[Any] = weakref.WeakSet()  # patches whose model's forward asks the cache first
+_dispatching: weakref.WeakSet[Any] = weakref.WeakSet()  # patches whose model's forward already is a `_Dispatch`
 
 
 class CacheInPages(Protocol):
-    """A `PagedCache`, as far as a step in place needs it."""
+    """The part of `PagedCache` that a step in place needs."""
 
     table: SharedTable
 
@@ -37,10 +37,10 @@ class CacheInPages(Protocol):
 
 
 class InPlace:
-    """Runs a patched model's calls that have a PagedCache of this object as one ragged row, where that is the same computation.
+    """Runs calls of a patched model with a PagedCache of this object as one ragged row, if that is the same computation.
 
-    That is: all inputs by keyword; one new token per row, or one row; a past; no padding, positions that count on, no gradients, no
-    autocast, and no output but logits. Any other call runs as it is, on gathered K and V.
+    That is: all inputs are keywords; one new token per row, or one row; a past; no padding, consecutive positions, no gradients, no
+    autocast, and only logits as output. Any other call runs unchanged, on gathered K and V.
     """
 
     def __init__(self, patched: Patched) -> None:
@@ -57,11 +57,11 @@ class InPlace:
         return self
 
     def layers(self, layout: tuple[AttentionSpec, ...], indices: list[int]) -> tuple[tuple[AttentionSpec, ...], list[int]]:
-        """The specs for the pool, and the id among them of each cache layer that keeps K and V.
+        """(the specs for the pool, the index among them of each cache layer that keeps K and V).
 
         Args:
-            layout: what those layers keep.
-            indices: which layers of the cache they are.
+            layout: specs of those cache layers.
+            indices: their indices in the cache.
         """
         specs: tuple[AttentionSpec, ...] = self.patched.layers
         modules: list[Any] = self.patched._modules
@@ -76,7 +76,7 @@ class InPlace:
         return specs, owners
 
     def run(self, cache: CacheInPages, forward: Any, inputs: dict[str, Any]) -> Any:
-        """The model's output for `forward(**inputs)` with the cache advanced; None if the call must run as it is."""
+        """The model's output for `forward(**inputs)`, with the cache advanced; None if the call must run unchanged."""
         model: Any = self.patched.model
         length = cache.get_seq_length()
         if not length or not self.patched._modules or torch.is_grad_enabled() or not model.config.return_dict:
@@ -87,11 +87,11 @@ class InPlace:
         called = call_rows(inputs, length, np.zeros(rows, np.int64))
         if isinstance(called, str):
             return None
-        with cache.table.pages.lock:  # a pool that another thread made grow in the middle of a step would lack what this one writes
+        with cache.table.pages.lock:  # if another thread made the pool grow during the step, the new pool would lack what it writes
             return self._step(cache, forward, called, rows, new, inputs.get("logits_to_keep") is not None)
 
     def _step(self, cache: CacheInPages, forward: Any, called: CallRows, rows: int, new: int, some: bool) -> Any:
-        """`some`: the logits of the last tokens only."""
+        """`some`: only the logits of the last tokens."""
         model, length = self.patched.model, cache.get_seq_length()
         cache.table.prepare(rows, length, length + new)
         pool = cache.table.pages.pool
@@ -113,7 +113,7 @@ class InPlace:
 
 
 class _Dispatch:
-    """The forward of a patched model that asks the cache first. A copy of the model computes its own forward."""
+    """A patched model's forward, which first tries to run in place. A copy of the model gets its own forward back."""
 
     def __init__(self, forward: Any) -> None:
         self._forward = forward
@@ -123,7 +123,7 @@ class _Dispatch:
         return copy.deepcopy(self._forward, memo)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        if "past_key_values" in inputs:  # transformers' warning about the old name would name us, not the caller
+        if "past_key_values" in inputs:  # otherwise transformers' warning about the old name would blame our code
             inputs[CACHE_NAME] = inputs.pop("past_key_values")
         cache: Any = given_cache(inputs)
         in_place = getattr(cache, "in_place", None)

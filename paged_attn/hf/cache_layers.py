@@ -16,9 +16,9 @@ class PagedLayer(CacheLayerMixin):
     """One layer's view of the table. The cache, not the layer, moves and crops rows: pages hold all layers.
 
     Args:
-        kv: its number in the pool, or None for a layer that keeps nothing (it reads the K and V of another one).
-        window: what transformers calls sliding_window: `update` returns the new tokens and `window - 1` before them.
-        where: of the layer, for messages.
+        kv: its index in the pool, or None for a layer that keeps nothing (it reads another layer's K and V).
+        window: transformers' sliding_window: `update` returns the new tokens and the `window - 1` before them.
+        where: the layer's name, for messages.
     """
 
     is_croppable = True
@@ -35,7 +35,7 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """K of all tokens that are there, [rows, heads, tokens, dim], gathered; None before the first."""
+        """K of all stored tokens, [rows, heads, tokens, dim], gathered; None before the first."""
         return self._gather(self.table.kept_from)[0] if self.length and self.kv is not None else None
 
     @property
@@ -54,10 +54,10 @@ class PagedLayer(CacheLayerMixin):
         self.table.recording = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the pool was made with the cache."""
+        """Does nothing: the pool was created with the cache."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Writes the new K [rows, heads, new, qk_dim] and V into pages; returns those that the new tokens may see, with them."""
+        """Writes the new K [rows, heads, new, qk_dim] and V into pages; returns all K and V that the new tokens may see."""
         kv = self._check(key_states, value_states)
         start, new = self.length, key_states.shape[2]
         self.table.prepare(key_states.shape[0], start, start + new)
@@ -79,10 +79,10 @@ class PagedLayer(CacheLayerMixin):
         self.length = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        raise NotImplementedError("the rows of one layer cannot be moved alone; call reorder_cache of the PagedCache")
+        raise NotImplementedError("the rows of a single layer cannot be moved; call reorder_cache of the PagedCache")
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise NotImplementedError("one layer cannot be cropped alone; call crop of the PagedCache")
+        raise NotImplementedError("a single layer cannot be cropped; call crop of the PagedCache")
 
     def _first_visible(self, start: int) -> int:
         return 0 if self.sliding_window is None else max(start - self.sliding_window + 1, 0)
@@ -111,7 +111,7 @@ class PagedLayer(CacheLayerMixin):
 
 
 class PagedHybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
-    """Pages for the attention of a layer that has a recurrent state, too; the state is transformers' own."""
+    """Pages for the attention of a layer that also has a recurrent state, which transformers stores."""
 
     def __init__(self, table: SharedTable, kv: int | None, where: str, number_of_states: int) -> None:
         PagedLayer.__init__(self, table, kv, None, where)
@@ -125,16 +125,16 @@ class PagedHybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # typ
         PagedLayer.reset(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the state alone; the cache moves the pages."""
+        """Reorders only the state; the cache moves the pages."""
         LinearAttentionLayer.reorder_cache(self, cast(Any, beam_idx))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Crop the state alone; the cache crops the pages."""
+        """Crops only the state; the cache crops the pages."""
         LinearAttentionLayer.crop(self, tokens_to_remove)
 
 
 def forget_state(layer: Any) -> None:
-    """A recurrent layer as it was made: transformers' own reset keeps the number of rows. Other layers stay as they are."""
+    """Reinitializes a recurrent layer, as transformers' own reset keeps the number of rows. Does nothing to other layers."""
     if isinstance(layer, LinearAttentionLayer):
         recording = layer.record_past
         LinearAttentionLayer.__init__(layer, number_of_states=layer.number_of_states)

@@ -18,11 +18,11 @@ def given_cache(inputs: Mapping[str, Any]) -> Any:
 
 
 def without_cache(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's other keywords."""
+    """The keywords of a call other than its cache."""
     return {name: value for name, value in inputs.items() if name not in CACHE_NAMES}
 
 
 def output_with_cache(logits: Any, cache: Any) -> CausalLMOutputWithPast:
-    """What a causal language model gives back."""
+    """The output of a causal language model."""
     kept: dict[str, Any] = {CACHE_NAME: cache}
     return CausalLMOutputWithPast(logits=logits, **kept)

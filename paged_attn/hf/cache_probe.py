@@ -17,15 +17,15 @@ from paged_attn.hf.shared_table import SharedTable
 from paged_attn.passes.fx.model_facts import model_device
 
 _HYBRID = cache_utils.LinearAttentionAndFullAttentionLayer
-# Layers that keep no K and V: their state is of fixed size (or none), and stays as transformers has it. 5.17 has no DummyLayer.
+# Layers without K and V: their state has a fixed size (or they have none) and is left to transformers. 5.17 has no DummyLayer.
 _UNPAGED = tuple(kind for name in ("LinearAttentionLayer", "DummyLayer") if (kind := getattr(cache_utils, name, None)) is not None)
 
 
 def probe(model: nn.Module) -> DynamicCache:
-    """transformers' own cache for the model, after one token: its layers say what they keep.
+    """transformers' own cache for the model after one token, whose layers show what they keep.
 
     Raises:
-        UnsupportedError: an encoder-decoder, a model that is called otherwise, or one whose layers keep what pages cannot hold.
+        UnsupportedError: an encoder-decoder, a model with another signature, or a layer that keeps something that pages cannot hold.
     """
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
@@ -52,7 +52,7 @@ def probe(model: nn.Module) -> DynamicCache:
 
 
 def page_layout(model: nn.Module, cache: Any) -> tuple[tuple[AttentionSpec, ...], torch.dtype, torch.device]:
-    """What a page holds for each layer that keeps K and V, and their common dtype and device.
+    """The spec of each layer that keeps K and V, and their common dtype and device.
 
     Raises:
         UnsupportedError: layers on several devices or in several dtypes, or a layer whose K and V differ in heads.
@@ -77,7 +77,7 @@ def page_layout(model: nn.Module, cache: Any) -> tuple[tuple[AttentionSpec, ...]
 
 
 def paged_layers(cache: Any, table: SharedTable, ids: list[int]) -> list[Any]:
-    """What stands in the PagedCache for each layer of transformers' cache; `ids` are the pool's numbers of those that keep K and V."""
+    """The layers of a PagedCache for those of transformers' cache; `ids`: pool indices of the layers that keep K and V."""
     layers: list[Any] = []
     numbers = iter(ids)
     for index, layer in enumerate(cache.layers):
@@ -94,12 +94,12 @@ def paged_layers(cache: Any, table: SharedTable, ids: list[int]) -> list[Any]:
 
 
 def keeping(cache: Any) -> list[int]:
-    """Which of its layers keep K and V."""
+    """The indices of layers that keep K and V."""
     return [index for index, layer in enumerate(cache.layers) if _keeps(layer)]
 
 
 def common_window(cache: Any) -> int | None:
-    """The largest window of the layers that keep K and V, or None if one of them sees everything."""
+    """The largest window of the layers that keep K and V; None if one of them sees everything."""
     windows = [getattr(layer, "sliding_window", None) for layer in cache.layers if _keeps(layer)]
     return None if None in windows else max(w for w in windows if w is not None)
 

@@ -16,11 +16,11 @@ from paged_attn.passes.prove.mask_proof import unproved
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 REACH = 1 << 18  # positions checked: more than any window or chunk in use
 DENSE = 97
-WHERE = "a mask that the model builds"  # used in error messages
+WHERE = "a mask that the model builds"  # for messages
 
 
 class ProvedMask:
-    """Stands for a mask while a model is being patched; a model that changes its mask after building it is refused."""
+    """Takes the place of a mask while a model is being patched; a model that changes its mask after building it is refused."""
 
     def __init__(self, family: MaskFamily) -> None:
         self.family = family
@@ -41,11 +41,11 @@ class ProvedMask:
 def prove_mask_function(function: MaskFunction) -> MaskFamily:
     """The family of a mask function of indices.
 
-    The last row gives the window, the diagonal below the main one the chunk; both are then checked densely on the first 97 tokens
+    The last row shows the window, the diagonal below the main one the chunk. Both are then checked on all pairs of the first 97 tokens
     and on random pairs over 262,144 positions.
 
     Raises:
-        UnsupportedError: it is no known family (the message draws its first rows), or it reads a table of the call that it was made for.
+        UnsupportedError: it is of no known family (the message draws its first rows), or reads a table of the call that it was made for.
     """
     try:
         return _proved(function)

@@ -39,11 +39,11 @@ _NO_MASK = (
     "this call under a forward context has an attention_mask that hides tokens, which a paged batch does not have: each request sees its "
     "own tokens. Call the model as model(**batch.model_inputs())"
 )
-# Keywords that transformers passes on to attention and that say nothing about what it computes in a paged batch.
+# Keywords that transformers passes on to attention without effect on a paged batch.
 _SILENT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
            "output_router_logits", "position_embeddings", "num_items_in_batch", "logits_to_keep"}  # fmt: skip
 _patched: weakref.WeakKeyDictionary[nn.Module, tuple[Patched, int]] = weakref.WeakKeyDictionary()
-_implementations: dict[int, str] = {}  # by the id of a patched model's config: its original implementation
+_implementations: dict[int, str] = {}  # id of a patched model's config -> its original implementation
 _recording = threading.local()
 _watching = threading.local()
 
@@ -58,7 +58,7 @@ class Patched:
         if not hasattr(model, "set_attn_implementation"):
             raise UnsupportedError(
                 "paged_attn.patch, and LLM(..., compile=False), hook the attention functions of transformers: they need one of its "
-                f"models, and {type(model).__name__} is none. LLM(model) and torch.compile(model, backend='paged_attn') take any module"
+                f"models, and {type(model).__name__} is not one. LLM(model) and torch.compile(model, backend='paged_attn') take any module"
             )
         _refuse_compiled(model)
         self.model, self.self_check, self.settings = model, self_check, settings or ProbeSettings()
@@ -77,7 +77,7 @@ class Patched:
         with ExitStack() as undo:
             undo.callback(self._forget)
             prompts = self._probe() if self.self_check else []
-            original = self._run_alone(prompts)
+            original = self._run_unpatched(prompts)
             for config in attention_configs(self.model):
                 _implementations[id(config)] = config._attn_implementation
                 undo.callback(_implementations.pop, id(config), None)
@@ -110,8 +110,8 @@ class Patched:
         self._know({module: index for index, module in enumerate(found)})
 
     def record_again(self) -> list[str]:
-        """For a model that was changed meanwhile: modules that took the place of others are known from now on. Returns the layers that
-        compute another attention than they did; then nothing is changed here."""
+        """For a model that was changed in the meantime: registers modules that replaced others. Returns the layers that now compute another
+        attention; if there are any, nothing is changed here."""
         known = {spec.module: index for index, spec in enumerate(self.layers)}
         try:
             found = self._recorded()
@@ -129,13 +129,13 @@ class Patched:
         return others
 
     def _know(self, modules: Mapping[nn.Module, int]) -> None:
-        """By module, which of `layers` it is."""
+        """Registers modules with their indices in `layers`."""
         self._modules = list(modules)
         for module, index in modules.items():
             _patched[module] = (self, index)
 
     def _recorded(self) -> dict[nn.Module, AttentionSpec]:
-        """Run a few tokens so that each attention layer says what it computes; the numbers do not matter."""
+        """Runs a few tokens so that each attention layer reports what it computes; their values do not matter."""
         found: dict[nn.Module, AttentionSpec] = {}
         names = {module: name for name, module in self.model.named_modules()}
         _recording.state = (self.model, names, found, [])
@@ -154,14 +154,14 @@ class Patched:
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
-        """Inside, every attention of this thread hands `watch` what it is given and what it gives."""
+        """Inside, every attention of this thread passes its inputs and outputs through `watch`."""
         _watching.watch = watch
         try:
             yield
         finally:
             _watching.watch = None
 
-    def _run_alone(self, prompts: list[Tensor]) -> list[Tensor]:
+    def _run_unpatched(self, prompts: list[Tensor]) -> list[Tensor]:
         name = type(self.model).__name__
         what = f"{name} itself cannot run a few tokens given as input_ids and position_ids, which is all that a paged batch has"
         with model_code(lambda why: UnsupportedError(f"{what}: {why}")), torch.no_grad():
@@ -183,20 +183,20 @@ class Patched:
 
 
 def patch(model: nn.Module, *, self_check: bool = True) -> Patched:
-    """Run a Hugging Face model's attention on pages under forward contexts, without torch.compile.
+    """Runs a Hugging Face model's attention on pages under forward contexts, without torch.compile.
 
     Use as a context manager: `with paged_attn.patch(model) as patched: pool = KVPool(patched.layers, ...)`.
 
     Raises (on entry, with the model restored):
-        UnsupportedError: a layer does not go through the interface, has a mask that cannot be proved or a keyword that is not
-            known; or the self-check on a ragged probe fails.
-        ContextError: the model is patched already.
+        UnsupportedError: a layer does not go through the interface, or has a mask that cannot be proved or an unknown keyword; or the
+            self-check on a ragged probe fails.
+        ContextError: the model is already patched.
     """
     return Patched(model, self_check)
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    """Compiled code would go on with the attention that it was compiled with, or be compiled with our record of it."""
+    """Refuses compiled models: their code would keep the attention it was compiled with, or be compiled while we record layers."""
     for name, module in model.named_modules():
         forward = vars(module).get("forward")
         if uncompiled(module) is not module or module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable"):
@@ -209,7 +209,7 @@ def _refuse_compiled(model: nn.Module) -> None:
 
 
 def can_be_hooked(model: nn.Module) -> bool:
-    """Whether the model takes another attention through transformers' interface; `patch` may refuse it yet for what it computes."""
+    """Whether the model accepts another attention through transformers' interface; `patch` may still refuse what it computes."""
     if not hasattr(model, "set_attn_implementation"):
         return False
     register_attention()
@@ -225,7 +225,7 @@ def _is_switched(model: nn.Module) -> bool:
 
 
 def register_attention() -> None:
-    """In transformers' tables, which every process has one of; again is harmless."""
+    """Registers our functions in transformers' tables, which are global to the process; repeating this is harmless."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -234,7 +234,7 @@ def register_attention() -> None:
 
 
 def _implementation(config: Any) -> str:
-    """What the patched model used before, for calls outside forward contexts."""
+    """The patched model's original implementation, for calls outside forward contexts."""
     if id(config) not in _implementations:
         raise ContextError(
             f"a {type(config).__name__} is set to {NAME!r}, but belongs to no patched model (a copy of one, or one whose patch ended?): "
@@ -244,7 +244,7 @@ def _implementation(config: Any) -> str:
 
 
 def _mask(**arguments: Any) -> Any:
-    """What transformers' create_*_mask call in place of sdpa_mask or eager_mask."""
+    """Called by transformers' create_*_mask in place of sdpa_mask or eager_mask."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     if getattr(_recording, "state", None) is not None:
@@ -259,20 +259,20 @@ def _mask(**arguments: Any) -> Any:
 
 
 def _original_attention(module: nn.Module) -> Callable[..., Any]:
-    """The function that an attention module called before; the eager one is a global of the model's own file."""
+    """The attention function that a module originally called; the eager one is a global of the model's own file."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     original: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(_implementation(module.config), eager)
     if original is None:
-        raise ContextError(f"{type(module).__name__} names no eager attention; call the patched model under a forward context only")
+        raise ContextError(f"{type(module).__name__} names no eager attention; call the patched model only under a forward context")
     return original
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **keywords: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """What attention layers call: q [1, heads, T, dim] -> [1, T, heads, v_dim]."""
+    """The function that attention layers call: q [1, heads, T, dim] -> [1, T, heads, v_dim]."""
     if getattr(_recording, "state", None) is not None:
         return _record(module, query, key, value, attention_mask, keywords), None
     if getattr(_watching, "watch", None) is not None:
@@ -302,7 +302,7 @@ def _paged(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keyword
 
 
 def _watched(watch: Watch, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
-    """The same, or outside contexts what the module computed before it was patched, with `watch` at both ends."""
+    """The paged attention or, outside contexts, the module's original one, with `watch` applied to inputs and output."""
     _, layer_id = _patched[module]
     dtype = query.dtype
     query, key, value = watch.given(layer_id, query, key, value)
@@ -353,9 +353,9 @@ def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
     if window is not None and window != family.window:
         raise UnsupportedError(f"layer at {where} asks for a sliding window of {window}, but its mask is {family.describe()}")
     check_declared(model, where, family, mask is not None)
-    # The same keys and values, not written to in between: Gemma 3n's last layers read those of an earlier one.
+    # Gemma 3n's last layers read an earlier layer's keys and values: the same tensors, not written to in between.
     kv = (id(key), key._version, id(value), value._version)
-    given.append((kv, key, value))  # kept alive, so that an id is one tensor
+    given.append((kv, key, value))  # kept alive, so that ids stay unique
     owner = next(i for i, (other, *_) in enumerate(given) if other == kv)
     found[module] = AttentionSpec(
         num_q_heads=query.shape[1], num_kv_heads=key.shape[1], qk_head_dim=query.shape[3], v_head_dim=value.shape[3],

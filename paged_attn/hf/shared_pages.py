@@ -33,10 +33,10 @@ class SharedPages:
     """The pages of one pool with the number of holders of each. Page 0 marks "no page" in page tables and is never held.
 
     Args:
-        grows: the pool grows as needed, into a larger allocation to which it is copied.
+        grows: the pool grows as needed, by copying it into a larger allocation.
 
     Attributes:
-        lock: to be held while pages are read or changed, since caches of several threads may have the same pool.
+        lock: held while pages are read or changed, since caches of several threads may share the pool.
     """
 
     def __init__(self, pool: KVPool, grows: bool = False) -> None:
@@ -49,8 +49,8 @@ class SharedPages:
     def of_layers(
         cls, layers: Sequence[AttentionSpec], page_size: int, dtype: torch.dtype, device: torch.device, num_pages: int | None
     ) -> SharedPages:
-        """The pages of a new pool; `num_pages`: page 0 included; None lets it grow."""
-        with torch.inference_mode(False):  # the pool outlives the mode it is made in
+        """The pages of a new pool; `num_pages` includes page 0; None: the pool grows."""
+        with torch.inference_mode(False):  # the pool outlives the mode it is created in
             return cls(KVPool(layers, 2 if num_pages is None else num_pages, page_size, dtype, device), grows=num_pages is None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedPages:
@@ -66,7 +66,7 @@ class SharedPages:
         self.lock, self._left = threading.RLock(), deque[Pages]()
 
     def drop_later(self, pages: Pages) -> None:
-        """`drop`, for finalizers: they run in any thread at any time, also in the midst of a change of ours."""
+        """`drop`, for finalizers: these run in any thread at any time, even while we change the counts."""
         self._left.append(pages)
 
     def _collect(self) -> None:
@@ -81,7 +81,7 @@ class SharedPages:
         return self._allocator.num_usable - self._allocator.num_free
 
     def take(self, count: int) -> Pages:
-        """`count` pages that nobody holds, now held once.
+        """`count` pages without holders, now held once.
 
         Raises:
             CacheFull: too few are free and the pool does not grow; none was taken.
@@ -96,21 +96,21 @@ class SharedPages:
         return pages
 
     def hold(self, pages: Pages) -> None:
-        """One more holder for each page in `pages`, as often as it is listed."""
+        """Adds one holder to each page in `pages`, once for each time it is listed."""
         np.add.at(self._holders, pages[pages > 0], 1)
 
     def drop(self, pages: Pages) -> None:
-        """One holder less, as often as a page is listed; pages without any become free."""
+        """Removes one holder from each page, once for each time it is listed; frees pages without holders."""
         pages = pages[pages > 0]
         np.subtract.at(self._holders, pages, 1)
         distinct = np.unique(pages)
         self._allocator.free(distinct[self._holders[distinct] == 0].tolist())
 
     def make_writable(self, pages: Pages, more: int) -> tuple[Pages, Pages]:
-        """`pages` [n], which the caller holds, others that hold the same in place of shared ones; and `more` new pages.
+        """(`pages` [n], held by the caller, with shared ones replaced by copies; `more` new pages).
 
         Raises:
-            CacheFull: as `take`; nothing has changed.
+            CacheFull: as `take`; nothing was changed.
         """
         self._collect()
         surplus = self._surplus(pages)
@@ -125,7 +125,7 @@ class SharedPages:
         return own, added
 
     def _surplus(self, pages: Pages) -> NDArray[np.bool_]:
-        """Which entries of `pages` [n] need a page of their own before all are written: all but the last that has no other holder."""
+        """Which entries of `pages` [n] need a copy before all are written: all except the last one without another holder."""
         left, needs = {int(p): int(self._holders[p]) for p in pages}, np.zeros(len(pages), np.bool_)
         for index, page in enumerate(pages.tolist()):
             needs[index] = left[page] > 1

@@ -18,8 +18,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _alone(method: Method) -> Method:
-    """One method of all tables of a pool at a time."""
+def _locked(method: Method) -> Method:
+    """Runs one such method at a time of all tables on a pool."""
 
     @functools.wraps(method)
     def locked(table: SharedTable, *args: Any) -> Any:
@@ -30,13 +30,13 @@ def _alone(method: Method) -> Method:
 
 
 class SharedTable:
-    """Rows x pages; all layers read and write through it. A deep copy holds the same pages; a table that is dropped lets go of its own.
+    """Rows x pages; all layers read and write through it. A deep copy holds the same pages; a table that is deleted releases its own.
 
     Attributes:
-        pages: the pool, maybe shared with other tables.
-        window: the largest window of the layers, or None if one of them sees everything: what lies behind it is let go.
-        recording: keep what lies behind the window until the next `truncate`.
-        kept_from: the first token that is still there.
+        pages: the pool, possibly shared with other tables.
+        window: the largest window of the layers, or None if one of them sees everything; pages behind it are released.
+        recording: keep pages behind the window until the next `truncate`.
+        kept_from: the first token that is still stored.
     """
 
     def __init__(self, pages: SharedPages, window: int | None) -> None:
@@ -44,7 +44,7 @@ class SharedTable:
         self.kept_from = 0
         self._table: Pages = np.zeros((0, 0), np.int64)
         self._writable = (0, 0)  # tokens whose pages exist and have no other holder
-        self._unshared = False  # several pages were written in one go, in which rows may be alike
+        self._unshared = False  # several pages were written at once, and rows may have equal ones
         self._on_device: Tensor | None = None
         self._indices: dict[tuple[str, int, int], Any] = {}  # for the current step, shared by all layers
 
@@ -52,7 +52,7 @@ class SharedTable:
         self.pages.drop_later(self._table)
 
     @uninterrupted
-    @_alone
+    @_locked
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedTable:
         other = SharedTable(self.pages, self.window)
         other.recording, other.kept_from = self.recording, self.kept_from
@@ -63,7 +63,7 @@ class SharedTable:
 
     @property
     def rows(self) -> int:
-        """How many there are; 0 before the first token."""
+        """Number of rows; 0 before the first token."""
         return len(self._table)
 
     @property
@@ -75,12 +75,12 @@ class SharedTable:
         """Each row's pages in order."""
         return list(self._table)
 
-    @_alone
+    @_locked
     def prepare(self, rows: int, start: int, end: int) -> None:
-        """Makes tokens `start` to `end - 1` of all rows writable: new pages, and own copies of those that others hold, too.
+        """Makes tokens `start` to `end - 1` of all rows writable: takes new pages, and copies those that others hold too.
 
         Raises:
-            CacheFull: the pool has too few pages; nothing has changed.
+            CacheFull: the pool has too few pages; nothing was changed.
             UnsupportedError: the table has another number of rows.
         """
         if rows == self.rows and self._writable[0] <= start and end <= self._writable[1]:
@@ -89,7 +89,7 @@ class SharedTable:
 
     @uninterrupted
     def _prepare(self, rows: int, start: int, end: int) -> None:
-        """`prepare`, where something is to be done: not in every layer."""
+        """`prepare` without its early return, which most layers take."""
         self._indices = {}
         if self.rows and rows != self.rows:
             raise UnsupportedError(
@@ -112,9 +112,9 @@ class SharedTable:
             self._changed()
         self._writable, self._unshared = (start, end), rows > 1 and end - start >= size
 
-    @_alone
+    @_locked
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """Stores K [rows, heads, n, dim] and V of tokens `start`, ...; they must be writable."""
+        """Stores K [rows, heads, n, dim] and V of the tokens from `start` on, which must be writable."""
         size = self.pages.page_size
 
         def indices() -> tuple[Tensor, Tensor]:
@@ -125,9 +125,9 @@ class SharedTable:
         self.pages.pool.key(layer)[where] = keys.transpose(1, 2)
         self.pages.pool.value(layer)[where] = values.transpose(1, 2)
 
-    @_alone
+    @_locked
     def gather(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """K [rows, heads, end - start, dim] and V of tokens `start` to `end - 1`, contiguous (some models take views of it)."""
+        """K [rows, heads, end - start, dim] and V of tokens `start` to `end - 1`; contiguous, since some models take views of them."""
         size, pool = self.pages.page_size, self.pages.pool
         columns = slice(start // size, -(-end // size))
         pages = self._remember(("read", start, end), lambda: self._device_table()[:, columns].flatten())
@@ -138,24 +138,24 @@ class SharedTable:
         return key, value
 
     @uninterrupted
-    @_alone
+    @_locked
     def select(self, rows: Pages) -> None:
-        """Row i becomes what row `rows[i]` was: pages gain and lose holders, and nothing is copied."""
+        """Row i continues from row `rows[i]`; nothing is copied."""
         self._replace(self._table[rows])
 
     @uninterrupted
-    @_alone
+    @_locked
     def truncate(self, length: int) -> None:
-        """Forgets tokens at and past `length`."""
+        """Forgets tokens from `length` on."""
         columns = -(-length // self.pages.page_size)
         self._replace(self._table[:, :columns] if length else self._table[:0, :0])
         if self.window is not None:
             self._let_go_before(length - self.window + 1)
 
     @uninterrupted
-    @_alone
+    @_locked
     def clear(self) -> None:
-        """Lets go of all pages."""
+        """Releases all pages."""
         self._replace(self._table[:0, :0])
 
     def _replace(self, table: Pages) -> None:
@@ -167,10 +167,10 @@ class SharedTable:
         self._changed()
 
     def _share_equal_pages(self, columns: int) -> None:
-        """Keep one of two equal full pages where a row begins as the row before it, bit for bit in every layer: rows of one prompt."""
+        """Makes rows with the same prompt share its full pages: those that equal the previous row's bit for bit in every layer."""
         pool, table, self._unshared = self.pages.pool, self._table.copy(), False
         bits = pool.storage.view(_BITS[pool.storage.element_size()]).view(pool.num_pages, -1)
-        alike = np.arange(1, self.rows)  # rows that were like the row before so far
+        alike = np.arange(1, self.rows)  # rows that so far equal the previous row
         for column in range(columns):
             mine, before = self._table[alike, column], self._table[alike - 1, column]
             if (apart := np.flatnonzero(mine != before)).size:

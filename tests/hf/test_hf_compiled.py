@@ -268,7 +268,7 @@ def test_a_cache_of_pages_is_refused_where_it_can_not_be_followed() -> None:
     cache = generate(compiled, _prompts((0,)), return_dict_in_generate=True, max_new_tokens=3)[CACHE_NAME]
     token = torch.tensor([[5]])
     with torch.no_grad():
-        with pytest.raises(UnsupportedError, match="the model was called as it is written"):
+        with pytest.raises(UnsupportedError, match="the model was called uncompiled"):
             plain(input_ids=token, **{CACHE_NAME: cache})
         with pytest.raises(UnsupportedError, match="cannot run on pages: it has output_attentions"):
             compiled(input_ids=token, **{CACHE_NAME: cache}, output_attentions=True)

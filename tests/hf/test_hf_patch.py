@@ -115,7 +115,7 @@ def test_an_unknown_keyword_is_never_dropped() -> None:
 
 
 def test_a_plain_module_is_sent_to_the_other_road() -> None:
-    with pytest.raises(UnsupportedError, match=r"one of its models, and Linear is none\. LLM\(model\) and torch\.compile"):
+    with pytest.raises(UnsupportedError, match=r"one of its models, and Linear is not one\. LLM\(model\) and torch\.compile"):
         patch(nn.Linear(2, 2))
 
 

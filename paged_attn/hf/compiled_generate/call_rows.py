@@ -16,14 +16,13 @@ from paged_attn.hf.compiled_generate.ragged_table import Lengths
 from paged_attn.hf.generate.refuse import says_something
 from paged_attn.passes.fx.model_facts import text_config
 
-# What a call may say besides its tokens and its cache. `labels` and their like have no place in a step.
-# transformers hands on the `tokenizer` of stop strings.
+# Keywords that a call may have. Others, such as `labels`, have no place in a step. transformers passes on the `tokenizer` for stop strings.
 _KNOWN = {"input_ids", *CACHE_NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", "tokenizer"}
 _MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 class CallRows(NamedTuple):
-    """tokens [rows, new] of token ids; padding [rows] of each row, on its left; of `wanted` last tokens logits come."""
+    """tokens [rows, new] of token ids; padding [rows], each row's on its left; logits are wanted of the last `wanted` tokens."""
 
     tokens: list[list[int]]
     padding: Lengths
@@ -31,7 +30,7 @@ class CallRows(NamedTuple):
 
 
 def why_not(model: nn.Module, given: dict[str, Any]) -> str:
-    """Why a call with these keywords cannot be a step of an engine; "" if it can, as far as the keywords tell."""
+    """Why a call with these keywords cannot be a step of an engine; "" if the keywords allow it."""
     if torch.is_grad_enabled() or model.training:
         return "gradients are on, or the model is in training mode"
     if autocasts():
@@ -40,7 +39,7 @@ def why_not(model: nn.Module, given: dict[str, Any]) -> str:
 
 
 def more_than_tokens(model: nn.Module, given: dict[str, Any]) -> str:
-    """What keywords ask for besides the logits of rows of tokens; "" if nothing."""
+    """What the keywords ask for besides the logits of rows of tokens; "" if nothing."""
     ids = given.get("input_ids")
     config: Any = model.config
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
@@ -56,11 +55,11 @@ def more_than_tokens(model: nn.Module, given: dict[str, Any]) -> str:
 
 
 def call_rows(given: dict[str, Any], length: int, padding: Lengths | None) -> CallRows | str:
-    """The rows, or why there are none; waits for the device once.
+    """The rows, or the reason why there are none; waits for the device once.
 
     Args:
-        length: tokens of every row in the cache, padding included.
-        padding: of each row; None reads it off the mask of a first call.
+        length: tokens of every row in the cache, including padding.
+        padding: of each row; None: read it off the mask of a first call.
     """
     ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
     rows, new = ids.shape
@@ -74,19 +73,19 @@ def call_rows(given: dict[str, Any], length: int, padding: Lengths | None) -> Ca
         shift = torch.from_numpy(padding).to(ids.device)
     else:
         shift = torch.zeros(rows, dtype=torch.int64, device=ids.device) if mask is None else (mask == 0).sum(1)
-    place = torch.arange(length + new, device=ids.device)
+    index = torch.arange(length + new, device=ids.device)
     sound = torch.ones((), dtype=torch.bool, device=ids.device)
     if mask is not None:
-        sound = ((mask == 1) == (place >= shift[:, None])).all() & ((mask == 0) | (mask == 1)).all()
+        sound = ((mask == 1) == (index >= shift[:, None])).all() & ((mask == 0) | (mask == 1)).all()
     if positions is not None:
-        count = place[length:] - shift[:, None]
+        count = index[length:] - shift[:, None]
         sound = sound & ((positions == count) | (count < 0)).all()
     host = torch.cat([ids.flatten().long(), shift, sound.long()[None]]).cpu()
     tokens, shifts = host[: rows * new].view(rows, new).tolist(), np.asarray(host[rows * new : -1], np.int64)
     if not host[-1]:
         return "its attention_mask is not padding on the left, or its position_ids do not count on"
     if (shifts >= length + new).any():
-        return "a row is padding alone"
+        return "a row is only padding"
     if ((host[: rows * new].view(rows, new).numpy() < 0) & (np.arange(length, length + new) >= shifts[:, None])).any():
         return "it has a negative token id"
     wanted = min(given.get("logits_to_keep") or new, new)
@@ -97,7 +96,7 @@ def call_rows(given: dict[str, Any], length: int, padding: Lengths | None) -> Ca
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens `start` to `end - 1` of what a call gives a row; the last `num_logits` of them want logits."""
+    """Tokens `start` to `end - 1` of a row of the call; logits are wanted of the last `num_logits`."""
 
     row: int
     start: int
@@ -106,10 +105,10 @@ class Part:
 
 
 def steps(counts: Sequence[int], wanted: int, most_tokens: int, most_rows: int) -> Iterator[list[Part]]:
-    """All tokens of rows with so many each, in order, at most `most_tokens` of `most_rows` rows in a step.
+    """All tokens of rows with `counts` tokens each, in order, with at most `most_tokens` tokens and `most_rows` rows per step.
 
     Args:
-        wanted: how many of each row's last tokens want logits, at most all.
+        wanted: number of each row's last tokens whose logits are wanted, at most all.
     """
     parts: list[Part] = []
     left = most_tokens

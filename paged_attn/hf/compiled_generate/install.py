@@ -18,10 +18,10 @@ _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
 
 
 def install_paged_calls(options: CompileOptions) -> None:
-    """Called from within a graph that runs: the module whose call it is gets `PagedCalls`, if `module.compile()` compiled it and it has
-    transformers' `generate`. Nothing else changes; `module.compile()` again, or a copy of the module, begins without.
+    """Called from a running graph: gives the module whose call it is `PagedCalls`, if `module.compile()` compiled it and it has
+    transformers' `generate`. After another `module.compile()`, and in a copy of the module, this starts over.
 
-    The module is found on the stack, as Dynamo runs one graph for all modules of a class.
+    The module is found on the stack, since Dynamo runs one graph for all modules of a class.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _MODULE_CALL:

@@ -22,7 +22,7 @@ from paged_attn.engine.model.model_state import ModelState
 from paged_attn.engine.tracing.ropes_by_length import RopesByLength
 from paged_attn.hf.cache_name import CACHE_NAME, given_cache, output_with_cache, without_cache
 from paged_attn.hf.compiled_generate.call_rows import CallRows, Part, call_rows, steps, why_not
-from paged_attn.hf.compiled_generate.ragged_cache import RaggedCache, computed_again, may_leave_pages
+from paged_attn.hf.compiled_generate.ragged_cache import RaggedCache, may_leave_pages, recomputed
 from paged_attn.hf.compiled_generate.ragged_table import Lengths, RaggedTable
 from paged_attn.hf.generate.kept_engine import change_of, follows_model
 from paged_attn.hf.generate.refuse import generate_frame
@@ -35,11 +35,11 @@ MOST_REFUSED = 3  # engines tried for a model that keeps changing and is refused
 
 
 class LastingRefusalError(UnsupportedError):
-    """A refusal that stays, however the model changes."""
+    """A refusal that no change of the model can lift."""
 
 
 class Refusal:
-    """`why` a compiled model has no engine, for as long as that holds; "" where there is none."""
+    """Why a compiled model has no engine (`why`), as long as that holds; "" if it was not refused."""
 
     def __init__(self) -> None:
         self.why = ""
@@ -52,26 +52,25 @@ class Refusal:
         self.why, self._was = str(error), None if lasts else ModelState(model)
 
     def holds(self) -> bool:
-        """Whether there was one, and the model has the modules, parameters and hooks that it had then."""
+        """Whether the model was refused, and still has the modules, parameters and hooks that it had then."""
         if self._was is not None and (found := self._was.difference()) is not None and found.replaced:
             self.why, self._was = "", None
         return bool(self.why)
 
 
 class PagedCalls:
-    """What a compiled model's calls run: an engine's steps where `generate` asks for logits with a cache that it made itself, what
-    torch.compile made of a call without a cache, and with another cache the model as it is written, as Dynamo would compile it again for
-    every length.
+    """Calls of a compiled model. Calls of `generate` with a cache of its own run as steps of an engine; calls without a cache run what
+    torch.compile made; with any other cache the model runs uncompiled, since Dynamo would compile it again for every length.
 
-    The first step makes the engine, whose pages, graphs and threads serve these calls alone.
+    The first step creates the engine, whose pages, graphs and threads serve only these calls.
 
     Args:
-        compiled: what torch.compile made.
+        compiled: made by torch.compile.
 
     Attributes:
-        engine: None before the first step, or where there can be none.
+        engine: None before the first step, or if there can be none.
         refusal: why there is none.
-        num_steps: of engines so far.
+        num_steps: steps of engines so far.
     """
 
     def __init__(self, model: nn.Module, compiled: Callable[..., Any], config: EngineConfig) -> None:
@@ -98,7 +97,7 @@ class PagedCalls:
         if isinstance(cache, RaggedCache):
             return self._go_on(cache, args, given)
         if getattr(cache, _MOVED, False):
-            raise UnsupportedError("this DynamicCache went over into pages; go on with the cache of the last output")
+            raise UnsupportedError("this DynamicCache was moved to pages; continue with the cache of the last output")
         if type(cache) is DynamicCache:
             if first is not None and first[0]() is cache and self._is_as_it_was(cache, first[1]):
                 before = self._start(cache, (), first[1])
@@ -117,24 +116,24 @@ class PagedCalls:
         return model
 
     def remember_first(self, given: dict[str, Any]) -> None:
-        """A call that `generate` made with an empty cache is under way without us: the next one with that cache begins with it again."""
+        """Remembers a call of `generate` with an empty cache that runs without pages: the next call with that cache starts over."""
         cache = given_cache(given)
         if type(cache) is DynamicCache and self._is_of_generate(cache):
             self._first = (weakref.ref(cache), {**without_cache(given), "logits_to_keep": 1})
 
     def _is_as_it_was(self, cache: DynamicCache, given: dict[str, Any]) -> bool:
-        """Whether the `generate` that made the cache goes on where its first call ended: nobody has cropped it, or been given it. A loop
-        of somebody's own may have put other rows in."""
+        """Whether the `generate` that made the cache continues where its first call ended: nobody cropped or replaced it. A user's own
+        decoding loop may have put other rows into it."""
         ids, frame = given.get("input_ids"), generate_frame(self.model)
         in_order = frame is not None and frame.f_locals.get("custom_generate") is None
         return in_order and self._is_of_generate(cache) and ids is not None and _num_tokens(cache) == ids.shape[1]
 
     def _is_of_generate(self, cache: Any) -> bool:
-        """Whether `generate`, which called us, has made it."""
+        """Whether the `generate` that called us has made it."""
         return not getattr(cache, "_is_user_defined", False) and generate_frame(self.model) is not None
 
     def _begins_anew(self, given: dict[str, Any]) -> bool:
-        """Whether the model has dropped the cache of its `generate`, as those do whose rotation changes with the length (longrope)."""
+        """Whether the model dropped the cache of its `generate`, as models do whose rotary embedding changes with the length (longrope)."""
         if not given.get("use_cache") or generate_frame(self.model) is None:
             return False
         if self._length_borders is None:
@@ -142,12 +141,12 @@ class PagedCalls:
         return bool(self._length_borders)
 
     def _rows(self, args: tuple[Any, ...], given: dict[str, Any], length: int, padding: Lengths | None) -> CallRows | str:
-        """What a call gives each row, or why it cannot run on pages."""
+        """The call's rows, or why it cannot run on pages."""
         reason = "it has inputs without a name" if args else why_not(self.model, given)
         return reason or call_rows(given, length, padding)
 
     def _start(self, cache: DynamicCache | None, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """The output for the first tokens of rows, whose K and V lie in pages; None if the call runs as written."""
+        """The output for the first tokens of rows, with K and V in pages; None if the call runs without pages."""
         if self.refusal.holds():
             return None
         called = self._rows(args, given, 0, None)
@@ -159,7 +158,7 @@ class PagedCalls:
                 return None
             assert self._pages is not None
             rows = [tuple(tokens[shift:]) for tokens, shift in zip(called.tokens, called.padding.tolist(), strict=True)]
-            indices = {row: index for index, row in enumerate(dict.fromkeys(rows))}  # beams and returned sequences begin alike
+            indices = {row: index for index, row in enumerate(dict.fromkeys(rows))}  # beams and returned sequences start with equal rows
             table = RaggedTable(self._pages, len(indices))
             logits = self._run(table, [list(row) for row in indices], called.wanted)
             if len(indices) < len(rows):
@@ -177,7 +176,7 @@ class PagedCalls:
         if isinstance(called, str):
             if not args and may_leave_pages(self.model, cache, given):
                 self._say(f"a call of generate goes on without pages: {called}")
-                return self.model._call_impl(**{**without_cache(given), CACHE_NAME: computed_again(self.model, cache)})
+                return self.model._call_impl(**{**without_cache(given), CACHE_NAME: recomputed(self.model, cache)})
             raise UnsupportedError(
                 f"a call with a cache of model.compile(backend='paged_attn') cannot run on pages: {called}. Give generate a cache of its "
                 "own, with which it runs as written: a DynamicCache(config=model.config), or a paged_attn.PagedCache(model)"
@@ -190,7 +189,7 @@ class PagedCalls:
         return output_with_cache(logits, cache)
 
     def _ready(self) -> bool:
-        """Whether there is an engine for the model as it is now."""
+        """Whether there is an engine for the model in its present state."""
         if self.engine is not None:
             around = generate_frame(self.model)
             if around is not None and generate_frame(self.model, around) is not None and (changed := change_of(self.engine)) is not None:
@@ -202,7 +201,7 @@ class PagedCalls:
         if self.engine is None:
             try:
                 with held_back.let_through():
-                    engine = Engine(self.model, None, self.config.with_(layer_groups=False))  # rows keep their own tables
+                    engine = Engine(self.model, None, self.config.with_(layer_groups=False))  # rows have tables of their own
                 _refuse_others(engine)
             except UnsupportedError as refusal:
                 self.refusal.note(self.model, refusal)
@@ -212,7 +211,7 @@ class PagedCalls:
         return True
 
     def _run(self, table: RaggedTable, tokens: list[list[int]], wanted: int) -> Tensor:
-        """Logits [rows, wanted, vocabulary] of the last tokens that each row is given."""
+        """Logits [rows, wanted, vocabulary] of each row's last tokens."""
         engine, before = self.engine, table.lengths.copy()
         assert engine is not None
         counts = [len(row) for row in tokens]
@@ -255,7 +254,7 @@ class PagedCalls:
 
 
 def _num_tokens(cache: Cache) -> int | None:
-    """How many tokens it holds; None of a cache of recurrent states alone, which does not count them."""
+    """How many tokens it holds; None for a cache that holds only recurrent states, which does not count them."""
     try:
         return int(cache.get_seq_length())
     except ValueError:
@@ -263,7 +262,7 @@ def _num_tokens(cache: Cache) -> int | None:
 
 
 def _refuse_others(engine: Engine) -> None:
-    """Releases the engine and raises LastingRefusalError if rows of `generate` are not all that its steps need."""
+    """Releases the engine and raises LastingRefusalError if its steps need more than the rows of `generate`."""
     name = type(engine.runner.model).__name__
     if engine.state_pool is not None:
         why = f"{name} has recurrent state, which paged_attn.generate and LLM keep"
@@ -276,7 +275,7 @@ def _refuse_others(engine: Engine) -> None:
 
 
 def _columns(parts: list[Part], tokens: list[list[int]], table: RaggedTable, before: Any) -> RequestColumns:
-    """A step of these parts of `tokens`; `before` [rows] tokens of each row are in its pages from earlier calls."""
+    """A step of these parts of `tokens`; `before` [rows]: tokens of each row already in its pages."""
     rows = np.array([part.row for part in parts], np.int64)
     starts, ends = (np.array([getattr(part, name) for part in parts], np.int64) for name in ("start", "end"))
     num_pages = table.num_pages[rows]

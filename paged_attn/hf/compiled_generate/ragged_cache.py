@@ -21,16 +21,16 @@ Ids = NDArray[np.int64]
 
 
 class RaggedCache(Cache):
-    """A transformers Cache without layers: its tokens lie in an engine's pages, each row's without its padding.
+    """A transformers Cache without layers: its tokens are in an engine's pages, each row's without its padding.
 
     Args:
-        table: of its rows.
-        padding: [rows] int64, how much of each row is padding on its left.
-        ids: [rows, length] int64, its tokens so far, padding included.
-        lock: to be held while steps run on the pages.
+        table: pages of its rows.
+        padding: [rows] int64, tokens of padding on each row's left.
+        ids: [rows, length] int64, its tokens so far, including padding.
+        lock: held while steps run on the pages.
 
     Attributes:
-        length: tokens of every row, padding included, which is what transformers counts.
+        length: tokens of every row including padding, which is what transformers counts.
     """
 
     is_compileable, is_initialized, is_croppable = False, True, True
@@ -41,15 +41,15 @@ class RaggedCache(Cache):
         self._ids, self._lock = ids, lock
 
     def __bool__(self) -> bool:
-        return True  # some models look whether they were given a cache, and it has no layers
+        return True  # some models test whether they were given a cache, and it has no layers
 
     @property
     def ids(self) -> Ids:
-        """[rows, length] int64: its tokens, padding included."""
+        """[rows, length] int64: its tokens, including padding."""
         return self._ids[:, : self.length]
 
     def append(self, ids: list[list[int]]) -> None:
-        """Counts more tokens of every row, whose K and V the pages have."""
+        """Adds tokens to every row whose K and V are already in the pages."""
         end = self.length + len(ids[0])
         if end > self._ids.shape[1]:
             self._ids = np.pad(self.ids, ((0, 0), (0, max(end, 2 * self.length) - self.length)))
@@ -81,10 +81,10 @@ class RaggedCache(Cache):
         return [False]  # transformers counts `length` tokens unless all layers are linear, and `all([])` is True
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: every token stays until it is cropped."""
+        """Does nothing: every token is kept until it is cropped."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i goes on as what row beam_idx[i] was: beams of one origin share its pages."""
+        """Row i continues from row beam_idx[i]; beams with the same origin share its pages."""
         self._select(np.asarray(beam_idx.cpu(), np.int64))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -92,7 +92,7 @@ class RaggedCache(Cache):
         self._select(np.asarray(torch.arange(self.batch_size)[indices.cpu()], np.int64))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times, one after the other, on the same pages."""
+        """Repeats each row `repeats` times in succession, on the same pages."""
         self._select(np.arange(self.batch_size).repeat(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -112,8 +112,8 @@ class RaggedCache(Cache):
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError(
-            "this cache holds the pages of model.compile(backend='paged_attn'), and the model was called as it is written; give it to the "
-            "compiled model alone"
+            "this cache holds the pages of model.compile(backend='paged_attn'), but the model was called uncompiled; use it only with the "
+            "compiled model"
         )
 
     def _select(self, rows: Lengths) -> None:
@@ -123,21 +123,21 @@ class RaggedCache(Cache):
 
 
 def may_leave_pages(model: PreTrainedModel, cache: RaggedCache, given: dict[str, Any]) -> bool:
-    """Whether a call with these keywords is one of `generate`, which keeps whatever cache it gets back, for the rows of the cache."""
+    """Whether this is a call of `generate`, which continues with any cache that it gets back, for the rows of the cache."""
     ids = given.get("input_ids")
     of_its_rows = isinstance(ids, Tensor) and ids.ndim == 2 and len(ids) == cache.batch_size
     return of_its_rows and generate_frame(model) is not None and not torch.is_grad_enabled() and not model.training
 
 
-def computed_again(model: Any, cache: RaggedCache) -> DynamicCache:
-    """A cache with the same tokens, which the model as it is written has computed."""
+def recomputed(model: Any, cache: RaggedCache) -> DynamicCache:
+    """A DynamicCache with the same tokens, computed by the uncompiled model."""
     again = DynamicCache(config=model.config)
     ids = torch.from_numpy(cache.ids).to(model.device)
-    place = torch.arange(cache.length, device=ids.device) - torch.from_numpy(cache.padding).to(ids.device)[:, None]
-    given: dict[str, Any] = {"position_ids": place.clamp(min=0), "logits_to_keep": 1}
+    positions = torch.arange(cache.length, device=ids.device) - torch.from_numpy(cache.padding).to(ids.device)[:, None]
+    given: dict[str, Any] = {"position_ids": positions.clamp(min=0), "logits_to_keep": 1}
     taken = inspect.signature(model.forward).parameters
     model._call_impl(
-        input_ids=ids, attention_mask=(place >= 0).long(), use_cache=True, **{CACHE_NAME: again},
+        input_ids=ids, attention_mask=(positions >= 0).long(), use_cache=True, **{CACHE_NAME: again},
         **{name: value for name, value in given.items() if name in taken},
     )  # fmt: skip
     return again

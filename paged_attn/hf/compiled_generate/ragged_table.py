@@ -12,10 +12,10 @@ Lengths = NDArray[np.int64]
 
 
 class RaggedTable:
-    """Rows x pages of one cache; a table that is dropped lets go of its pages.
+    """Rows x pages of one cache. A table that is deleted releases its pages.
 
     Attributes:
-        lengths: [rows] int64, tokens that each row holds.
+        lengths: [rows] int64, number of tokens in each row.
         pages: [rows, width] int64, each row's pages in order, then zeros.
     """
 
@@ -26,19 +26,19 @@ class RaggedTable:
 
     @property
     def num_pages(self) -> Lengths:
-        """[rows] int64: how many pages each row has."""
+        """[rows] int64: the number of pages of each row."""
         return -(-self.lengths // self.shared.page_size)
 
     @uninterrupted
     def extend(self, new: Lengths) -> None:
-        """Each row gets room for `new` [rows] more tokens, in pages that no other row holds.
+        """Makes room for `new` [rows] more tokens in each row, in pages that no other row holds.
 
         Raises:
-            CacheFull: too few pages are free; nothing has changed.
+            CacheFull: too few pages are free; nothing was changed.
         """
         size, before = self.shared.page_size, self.num_pages
         after = -(-(self.lengths + new) // size)
-        rows = ((self.lengths % size > 0) & (new > 0)).nonzero()[0]  # these write into a page that they have
+        rows = ((self.lengths % size > 0) & (new > 0)).nonzero()[0]  # these also write into their last page
         columns = self.lengths[rows] // size
         self.pages[rows, columns], added = self.shared.make_writable(self.pages[rows, columns], int((after - before).sum()))
         width = int(after.max(initial=0))
@@ -51,7 +51,7 @@ class RaggedTable:
 
     @uninterrupted
     def select(self, rows: NDArray[np.int64]) -> None:
-        """Row i goes on as what row `rows[i]` was; nothing is copied."""
+        """Row i continues from row `rows[i]`; nothing is copied."""
         pages = self.pages[rows]
         self.shared.hold(pages)
         self.shared.drop(self.pages)
@@ -59,7 +59,7 @@ class RaggedTable:
 
     @uninterrupted
     def truncate(self, lengths: Lengths) -> None:
-        """Forgets each row's tokens at and past `lengths` [rows]."""
+        """Forgets each row's tokens from `lengths` [rows] on."""
         self.lengths = np.minimum(self.lengths, lengths)
         gone = np.arange(self.pages.shape[1]) >= self.num_pages[:, None]
         self.shared.drop(self.pages[gone])
@@ -67,7 +67,7 @@ class RaggedTable:
 
     @uninterrupted
     def clear(self) -> None:
-        """Lets go of all pages and rows."""
+        """Releases all pages and rows."""
         self.shared.drop(self.pages)
         self.lengths, self.pages = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
 

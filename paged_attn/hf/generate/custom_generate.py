@@ -38,7 +38,7 @@ def generate(
     kept with the model. Its settings are the defaults or those of PAGED_ATTN_* variables; `generate_with` sets others.
 
     Returns:
-        what `generate` returns: tokens [B, L] int64, or a GenerateDecoderOnlyOutput with sequences, and scores and logits if requested.
+        What `generate` returns: tokens [B, L] int64, or a GenerateDecoderOnlyOutput with sequences, and scores and logits if requested.
         Greedy tokens equal transformers' own. Sampled tokens have the same probabilities and follow torch's default generator, but are
         other draws.
 
@@ -54,7 +54,7 @@ def generate_with(*called: Any, **settings: Any) -> Callable[..., Output]:
     has one engine at a time: an engine with other settings replaces it.
 
     Raises:
-        ValueError or TypeError: as for `LLM`; or `generation_config` is among them, which each call passes itself.
+        ValueError or TypeError: as for `LLM`; or `generation_config` is among the settings, which each call passes itself.
     """
     if called:
         raise TypeError("generate_with makes what generate calls: custom_generate=paged_attn.generate_with(...), with its brackets")
@@ -69,7 +69,7 @@ def generate_with(*called: Any, **settings: Any) -> Callable[..., Output]:
 
 
 def _config(**settings: Any) -> EngineConfig:
-    """Without the checkpoint's defaults: transformers has put those of a call into its processors, and what is not there is off."""
+    """Without the checkpoint's defaults: transformers puts those of a call into its processors; anything missing there is off."""
     return EngineConfig.from_environment(**settings, generation_config="ours")
 
 
@@ -113,7 +113,7 @@ def _generate(
     streamer = called["streamer"]
     if others or streamer is not None or with_scores:
         scores = _scores_so_far(keepers, "scores", input_ids) if config.output_scores and with_scores else lambda _: None
-        forced = None if with_scores else pad  # with scores, rows that ended continue with padding by themselves
+        forced = None if with_scores else pad  # with scores, the score keepers continue finished rows with padding
         sequences = Lockstep(input_ids, ends, forced, others, streamer, scores).run(llm, rows, params, limit)
     else:
         sequences = _whole_rows(llm, rows, params, input_ids, pad)
@@ -133,7 +133,7 @@ def _generate(
 
 
 def _whole_rows(llm: LLM, rows: list[list[int]], params: Any, input_ids: Tensor, pad: int | None) -> Tensor:
-    """All rows to their ends, then padded on the right."""
+    """Generates all rows to their ends, then pads them on the right."""
     found = [completion.token_ids for completion in llm.generate(rows, params, progress=False)]
     longest = max(map(len, found))
     new = torch.tensor([tokens + [pad or 0] * (longest - len(tokens)) for tokens in found], dtype=torch.int64)
@@ -141,7 +141,7 @@ def _whole_rows(llm: LLM, rows: list[list[int]], params: Any, input_ids: Tensor,
 
 
 def _pad_of(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | None:
-    """What rows that ended go on with; None if they go on with tokens of their own, as transformers has it without end tokens."""
+    """The token that follows the end of a row; None if rows continue with their own tokens, as in transformers without end tokens."""
     if not any(hasattr(each, "eos_token_id") for each in criteria):
         return None
     pad: Any = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
@@ -151,7 +151,7 @@ def _pad_of(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | N
 
 
 def _scores_so_far(keepers: list[ScoreKeeper], name: str, input_ids: Tensor) -> Callable[[int], tuple[Tensor, ...]]:
-    """A function from a number of columns to their scores, [B, V] each."""
+    """A function: number of columns -> their scores, [B, V] each."""
     rows: list[list[Tensor]] = [getattr(keeper, name) for keeper in keepers]
     found: list[Tensor] = []
 
@@ -163,14 +163,14 @@ def _scores_so_far(keepers: list[ScoreKeeper], name: str, input_ids: Tensor) -> 
 
 
 def _prompt_rows(input_ids: Tensor, given: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
-    """Each row's tokens without its padding, and how many tokens of padding it had on its left.
+    """Each row's tokens without its padding, and the number of padding tokens on its left.
 
     Args:
         input_ids: [B, L] int64.
         given: the other inputs of the model: attention_mask [B, L] or None, position_ids or None.
 
     Raises:
-        UnsupportedError: padding elsewhere than on the left, a row of padding alone, or positions that do not count on from 0.
+        UnsupportedError: padding other than on the left, a row of only padding, or positions that do not count up from 0.
     """
     if not len(input_ids):
         raise ValueError("input_ids has no row; give at least one prompt")
@@ -178,13 +178,13 @@ def _prompt_rows(input_ids: Tensor, given: dict[str, Any]) -> tuple[list[list[in
     real = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
     if real.shape != input_ids.shape or not bool(((real == 0) | (real == 1)).all()):
         raise UnsupportedError(
-            f"attention_mask has the shape {list(real.shape)} or other numbers than 0 and 1; paged_attn.generate takes one of 0 and 1 and "
-            f"of the shape of input_ids, {list(input_ids.shape)}. generate(..., past_key_values=paged_attn.PagedCache(model)) takes any."
+            f"attention_mask has the shape {list(real.shape)} or values other than 0 and 1; paged_attn.generate takes one of 0 and 1 in "
+            f"the shape of input_ids, {list(input_ids.shape)}. generate(..., past_key_values=paged_attn.PagedCache(model)) takes any."
         )
     lengths = real.sum(1)
     if bool((real.diff(dim=1) < 0).any()) or bool((lengths == 0).any()):
         raise UnsupportedError(
-            "attention_mask has a 0 behind a 1, or a row of zeros alone: paged_attn.generate takes prompts with their padding on the left "
+            "attention_mask has a 0 behind a 1, or a row of only zeros: paged_attn.generate takes prompts with their padding on the left "
             "(tokenizer.padding_side = 'left'), as transformers' generate wants them"
         )
     positions = given.get("position_ids")
@@ -209,7 +209,7 @@ class Lockstep:
         pad: the token that follows the end of a row; None: no row ends by itself.
         criteria: other criteria of the call, a StoppingCriteriaList, or None.
         streamer: receives every column.
-        scores: returns the scores of the given number of columns, for the criteria.
+        scores: number of columns -> their scores, for the criteria.
     """
 
     input_ids: Tensor
@@ -224,7 +224,7 @@ class Lockstep:
     _ids: dict[int, str] = field(default_factory=dict)
 
     def run(self, llm: LLM, rows: list[list[int]], params: list[SamplingParams], max_new_tokens: int) -> Tensor:
-        """[B, L + columns] int64: until every row has ended, or `max_new_tokens` columns are there."""
+        """Runs until every row has ended or there are `max_new_tokens` columns; returns [B, L + columns] int64."""
         self._tokens, self._goes_on = [[] for _ in rows], [True] * len(rows)
         if not max_new_tokens:
             return self.input_ids

@@ -15,12 +15,12 @@ from paged_attn.engine.llm import LLM
 from paged_attn.engine.runners.model_watch import ModelChangedError
 
 logger = logging.getLogger("paged_attn")
-ATTRIBUTE = "_paged_attn_engine"  # set on the model; `ModelState` and `model_text` know that it is not part of it
+ATTRIBUTE = "_paged_attn_engine"  # set on the model; `ModelState` and `model_text` ignore it
 _making = threading.Lock()
 
 
 class KeptEngine:
-    """At most one engine of one model. A copy of the model, or one from a pickle, begins without."""
+    """At most one engine of one model. A copied or unpickled model starts without one."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.llm: LLM | None = None
@@ -34,11 +34,11 @@ class KeptEngine:
         return KeptEngine, ()
 
     def get(self, model: nn.Module, config: EngineConfig) -> LLM:
-        """The engine with these settings, for the model as it is now.
+        """The engine with these settings, for the model in its present state.
 
         Raises:
             UnsupportedError: see `LLM`.
-            RuntimeError: another thread generates with other settings, or the model was changed while one generates.
+            RuntimeError: another thread is generating with other settings, or is generating and the model was changed.
         """
         llm = self.llm
         if llm is not None and (config != self._config or llm.closed or not follows_model(llm)):
@@ -56,7 +56,7 @@ class KeptEngine:
 
 
 def follows_model(engine: LLM | Engine) -> bool:
-    """Whether the engine still computes what its model computes; the log says what changed."""
+    """Whether the engine still computes what its model computes; if not, logs what changed."""
     change = change_of(engine)
     if change is not None:
         logger.warning("%s generate() makes a new engine.", change)
@@ -64,7 +64,7 @@ def follows_model(engine: LLM | Engine) -> bool:
 
 
 def change_of(engine: LLM | Engine) -> ModelChangedError | None:
-    """What of the model has changed that the engine cannot follow."""
+    """A change of the model that the engine cannot follow, or None."""
     try:
         engine.look_at_model()
     except ModelChangedError as change:
@@ -74,13 +74,13 @@ def change_of(engine: LLM | Engine) -> ModelChangedError | None:
 
 def engine_of(model: nn.Module) -> LLM | None:
     """The engine that `custom_generate=paged_attn.generate` keeps with a model: for its statistics, `explain` and `close`. None before the
-    first call and after `close`; the next call makes another."""
+    first call and after `close`; the next call creates one."""
     kept = _kept_with(model)
     return None if kept is None or kept.llm is None or kept.llm.closed else kept.llm
 
 
 def engine_for(model: nn.Module, config: EngineConfig) -> LLM:
-    """The model's engine with these settings: the one that is kept with it, or a new one, which takes its place."""
+    """The model's engine with these settings: the one kept with it, or a new one that replaces it."""
     with _making:
         kept = _kept_with(model)
         if kept is None:

@@ -21,17 +21,17 @@ CALLED_BY_ITSELF = (
     "paged_attn.generate is for transformers: call model.generate(..., custom_generate=paged_attn.generate); for prompts alone there is "
     "paged_attn.LLM(model, tokenizer=...).generate(prompts)"
 )
-# Arguments of `generate` that make no difference here (K and V are always in the engine's pages), or are read elsewhere.
+# Arguments of `generate` that have no effect here (K and V are always in the engine's pages), or are read elsewhere.
 _KNOWN = {"attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep"}
 
 
 def says_something(value: Any) -> bool:
-    """Whether a keyword asks for anything; transformers gives some models an empty mapping."""
+    """Whether a keyword has any effect; transformers passes an empty mapping to some models."""
     return value is not None and not (isinstance(value, Mapping) and not value)
 
 
 def generate_frame(model: Any = None, around: FrameType | None = None) -> FrameType | None:
-    """The innermost call of transformers' `generate` that we are in, or that this frame is in; of this model's, if one is given."""
+    """The innermost call of transformers' `generate` around us, or around the frame `around`; only calls of `model`, if given."""
     frame: FrameType | None = sys._getframe(1) if around is None else around.f_back
     while frame is not None and not (frame.f_code is _GENERATE and (model is None or frame.f_locals["self"] is model)):
         frame = frame.f_back
@@ -39,10 +39,10 @@ def generate_frame(model: Any = None, around: FrameType | None = None) -> FrameT
 
 
 def callers_keywords() -> dict[str, Any]:
-    """`streamer`, `assistant_model` and `synced_gpus` of the call of `generate` that called us: it hands them to its own loops alone.
+    """`streamer`, `assistant_model` and `synced_gpus` of the call of `generate` that called us: it passes them only to its own loops.
 
     Raises:
-        TypeError: nobody called `generate`.
+        TypeError: not called by `generate`.
     """
     frame = generate_frame()
     if frame is None:
@@ -51,11 +51,11 @@ def callers_keywords() -> dict[str, Any]:
 
 
 def refuse_others(model: Any, config: GenerationConfig, called: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raises UnsupportedError unless this is greedy decoding or sampling of token ids.
+    """Raises UnsupportedError unless the call is greedy decoding or sampling of token ids.
 
     Args:
         called: see `callers_keywords`.
-        given: the model's inputs besides its tokens.
+        given: the model's inputs other than its tokens.
     """
     mode = config.get_generation_mode(called["assistant_model"])
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):

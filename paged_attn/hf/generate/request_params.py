@@ -16,7 +16,7 @@ from paged_attn.hf.generate.refuse import ON_PAGES
 
 _MOST_SEEDS = 2**63 - 1
 Processor = Callable[[Tensor, Tensor], Tensor]
-# Processors of transformers whose result for a row depends only on that row. Some are newer than 5.17.
+# transformers' processors whose result for a row depends only on that row. Some are newer than 5.17.
 _BY_ROW = {
     getattr(kinds, name, None)
     for name in (
@@ -30,10 +30,10 @@ _BY_ROW = {
 
 
 def settings_of(processors: Sequence[Any], samples: bool, paddings: Sequence[int]) -> tuple[dict[str, Any], list[Any]]:
-    """SamplingParams' own settings that do what the first and the last processors do, and the processors between them.
+    """SamplingParams' settings that replace the first and the last processors, and the remaining processors between them.
 
-    The sampler's order is: repetition penalty, processors, temperature, top-k, top-p, min-p. What stands in another order, or is set as
-    the sampler cannot, stays a processor.
+    The sampler's order is: repetition penalty, processors, temperature, top-k, top-p, min-p. A processor elsewhere, or with a setting
+    that the sampler does not support, remains a processor.
     """
     rest, settings = list(processors), dict[str, Any]({"temperature": 1.0} if samples else {})
     if rest and type(rest[0]) is kinds.RepetitionPenaltyLogitsProcessor and _ignores_padding(rest[0], paddings):
@@ -50,12 +50,12 @@ def settings_of(processors: Sequence[Any], samples: bool, paddings: Sequence[int
 def params_of_rows(
     processors: Sequence[Any], samples: bool, padded: Tensor, paddings: Sequence[int], max_new_tokens: int, ends: frozenset[int]
 ) -> list[SamplingParams]:
-    """One for each row of a batch.
+    """SamplingParams for each row of a batch.
 
     Args:
-        processors: prepared by `generate`, which for sampling end with its filters.
-        samples: draw tokens; their seeds come from torch's default generator.
-        padded: [B, L] int64; paddings: how much of each row is padding, on its left.
+        processors: as prepared by `generate`; for sampling they end with its filters.
+        samples: draw tokens, with seeds from torch's default generator.
+        padded: [B, L] int64; paddings: number of padding tokens on each row's left.
         ends: token ids that end a row.
     """
     settings, rest = settings_of(processors, samples, paddings)
@@ -69,7 +69,7 @@ def params_with_scores(
     processors: Sequence[Any], samples: bool, padded: Tensor, paddings: Sequence[int], max_new_tokens: int, ends: frozenset[int],
     pad: int | None,
 ) -> tuple[list[SamplingParams], list[ScoreKeeper]]:  # fmt: skip
-    """The same with all processors on the host, where each row's logits and scores are kept; rows that have ended go on with `pad`."""
+    """`params_of_rows` with all processors on the host, which keep each row's logits and scores; finished rows continue with `pad`."""
     seeds, lengths = _seeds(samples, len(padded)), [padded.shape[1] - padding for padding in paddings]
     by_row = zip(_row_processors(processors, padded, paddings), lengths, strict=True)
     keepers = [ScoreKeeper(each, length, ends, pad) for each, length in by_row]
@@ -92,7 +92,7 @@ def _row_processors(processors: Sequence[Any], padded: Tensor, paddings: Sequenc
 
 
 def _ignores_padding(processor: Any, paddings: Sequence[int]) -> bool:
-    """Whether it counts every token of a prompt but the padding."""
+    """Whether it counts all tokens of a prompt except the padding."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     kept = ignored.tolist() == list(paddings) if isinstance(ignored, Tensor) else not ignored and not any(paddings)
     return kept and 0 < processor.penalty < float("inf")
@@ -104,10 +104,10 @@ def _is_known(processor: Any, value: Any, name: str) -> bool:
 
 
 def of_row(processor: Any, row: int, rows: int) -> Processor:
-    """What the processor of a batch of `rows` does to one of them, for calls with that row alone.
+    """The processor of a batch of `rows`, as it applies to one of its rows in calls with only that row.
 
     Raises:
-        UnsupportedError: one of transformers that holds something of each row.
+        UnsupportedError: one of transformers' processors that has state for each row.
     """
     kind = type(processor)
     if kind is kinds.RepetitionPenaltyLogitsProcessor:
@@ -120,7 +120,7 @@ def of_row(processor: Any, row: int, rows: int) -> Processor:
         return kinds.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row, sent), 1)
     elif rows > 1 and kind.__module__ == kinds.__name__ and kind not in _BY_ROW:
         raise UnsupportedError(
-            f"{kind.__name__} goes through a batch row by row, and paged_attn.generate calls logits processors for each row alone: give "
+            f"{kind.__name__} goes through a batch row by row, and paged_attn.generate calls logits processors for one row each: give "
             f"one prompt at a time. For a batch {ON_PAGES}"
         )
     return processor  # type: ignore[no-any-return]
@@ -130,7 +130,7 @@ class RowProcessors:
     """The processors of one row, in order: input_ids [1, T] without padding, scores [1, V] -> scores [1, V].
 
     Args:
-        padding: [P] int64, the padding on the left of the row in its batch, which processors of transformers count and see.
+        padding: [P] int64, the row's padding on the left, which transformers' processors count and see.
     """
 
     def __init__(self, processors: Sequence[Processor], padding: Tensor) -> None:
@@ -147,7 +147,7 @@ class RowProcessors:
 
 
 class ScoreKeeper:
-    """The same, and keeps what it was given and what it gave; a row that has ended goes on with padding, as in transformers' loop.
+    """Runs the processors of a row, and keeps their input and output; a finished row continues with padding, as in transformers' loop.
 
     Args:
         length: tokens of the row's prompt, without padding.
