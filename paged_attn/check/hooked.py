@@ -34,7 +34,7 @@ OPERANDS = ("query", "key", "value")
 
 
 class HookedModel(Protocol):
-    """A model whose attention is hooked, as a check sees it; it computes what it did before outside any forward context."""
+    """A model with hooked attention, as a check sees it; outside forward contexts it computes what it did before."""
 
     model: nn.Module
     layers: tuple[AttentionSpec, ...]
@@ -43,14 +43,14 @@ class HookedModel(Protocol):
         """[T, vocabulary] of token ids and positions [T], int64."""
 
     def watched(self, watch: Watch) -> AbstractContextManager[None]:
-        """Inside, every attention of this thread hands `watch` what it is given and what it gives."""
+        """Inside, every attention of this thread passes its inputs and outputs through `watch`."""
 
 
 def check_hooked(patched: HookedModel, model_logits: Logits, prompts: Sequence[Tensor], settings: ProbeSettings) -> None:
-    """Compare a patched model with what it was.
+    """Compares a patched model with the original.
 
     Args:
-        model_logits: what the model gave for a prompt [T] -> [T, vocabulary] before it was patched.
+        model_logits: prompt [T] -> logits [T, vocabulary] of the model before it was patched.
 
     Raises:
         UnsupportedError: they differ, as in `self_check`.
@@ -70,13 +70,13 @@ def check_hooked(patched: HookedModel, model_logits: Logits, prompts: Sequence[T
 
 @dataclass
 class Watch:
-    """What a hooked attention asks for while a check runs it.
+    """How a check reads and replaces values in a hooked attention.
 
     Attributes:
-        value: is given every value by its name, and returns what goes on in its place.
-        wide: compute the model's own attention in wider numbers.
-        without_attention: compute no attention; its output is zeros before `value` is given it.
-        sinks: of each layer that has them, as it was called.
+        value: called with every name and value; returns the value to use.
+        wide: compute the model's own attention in this wider dtype.
+        without_attention: skip the attention; `value` then gets zeros as its output.
+        sinks: by layer, as passed to the attention.
     """
 
     value: Callable[[str, Tensor], Tensor]
@@ -95,7 +95,7 @@ class Watch:
 
 
 class TappedModel:
-    """Where a patched model is looked into."""
+    """The places in a patched model where values are read."""
 
     def __init__(self, patched: HookedModel) -> None:
         self.patched, self.specs = patched, patched.layers
@@ -108,7 +108,7 @@ class TappedModel:
         self.narrow = model_dtype(patched.model)
 
     def run(self, ids: Tensor, positions: Tensor, watch: Watch) -> Tensor:
-        """Logits [T, vocabulary] of ids and positions [T], watched."""
+        """Logits [T, vocabulary] for ids and positions [T], with `watch` applied."""
         with ExitStack() as undo:
             undo.enter_context(self.patched.watched(watch))
             for path, block in self.blocks.items():
@@ -123,15 +123,15 @@ class TappedModel:
 
 
 class HookedOriginal(Original):
-    """The patched model outside any forward context, where it computes what it did before."""
+    """The patched model outside forward contexts, where it computes what it did before."""
 
     def __init__(self, taps: TappedModel) -> None:
         self.taps, self.narrow, self.recurrent = taps, taps.narrow, ()
         self.computed_as_it_is = set()
 
     def run(self, prompt: Tensor, visit: Visit, how: HowToRun = AS_IT_IS) -> Tensor:
-        """With `wide`, attention is computed in wider numbers and all else as it is; nothing is perturbed but what `visit` returns,
-        and no choice is seen."""
+        """With `wide`, only the attention is computed in wider numbers. Only the results of `visit` are perturbed, and no choices are
+        recorded."""
         rows = torch.arange(len(prompt), device=prompt.device) if how.positions is None else how.positions
         return self.taps.run(prompt, rows, Watch(visit, wider(self.narrow) if how.wide else None))
 
@@ -188,7 +188,7 @@ class HookedServed(Served):
         return {**found, "sinks": watch.sinks[layer_id]} if layer_id in watch.sinks else found
 
     def exact_attention(self, layer: LayerReport, chosen: Tensor, given: dict[str, Tensor], _: bool) -> Tensor | str:
-        """The mask was proved as a function of positions, so that what the spec says, computed exactly, stands for the model's own."""
+        """The mask was proved as a function of positions, so the spec, computed exactly, stands in for the model's attention."""
         exact = replace(self.settings, backend=EXACT_BACKEND, deterministic=False)
         operands = {name: tensor.float() for name, tensor in given.items()}
         return attend_in_steps(layer.spec, operands, chosen, torch.float32, exact)
@@ -197,7 +197,7 @@ class HookedServed(Served):
         return self.taps.run(batch.input_ids, batch.positions, watch)
 
     def _visited(self, visit: VisitBoundary, name: str, value: Tensor) -> Tensor:
-        """Attention in the layout of the op, [T, heads, v_dim]."""
+        """Calls `visit`, with attention in the op's layout [T, heads, v_dim]."""
         boundary = self.taps.by_name[name]
         return visit(boundary, value) if boundary.layer is None else visit(boundary, value[0])[None]
 
@@ -215,7 +215,7 @@ def _block(path: str) -> str:
 
 
 def _blocks(model: nn.Module, attentions: Sequence[str]) -> dict[str, nn.Module]:
-    """The decoder layers: of every attention the nearest module around it that is a member of a list, by path; each once."""
+    """The decoder layers by path: for each attention, the nearest enclosing module that is in a ModuleList."""
     found: dict[str, nn.Module] = {}
     for path in attentions:
         parts = path.split(".")
@@ -228,7 +228,7 @@ def _blocks(model: nn.Module, attentions: Sequence[str]) -> dict[str, nn.Module]
 
 
 def _entering(name: str, watch: Watch) -> Callable[..., Any]:
-    """A hook that hands the hidden states [1, T, width] of a block, its first tensor, to the watch."""
+    """A hook that passes a block's hidden states [1, T, width], its first tensor, through the watch."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args and isinstance(args[0], Tensor):

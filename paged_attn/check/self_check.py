@@ -51,17 +51,17 @@ def self_check(
     settings: ProbeSettings | None = None,
     traced_args: Sequence[Any] | None = None,
 ) -> None:
-    """Compare the two graphs of `compiled` on the parameters in `args`.
+    """Compares the two graphs of `compiled` on the parameters in `args`.
 
     Args:
-        model_logits: the model's own logits of a prompt, [T] -> [T, vocabulary]; by default the traced graph's.
+        model_logits: the model's own logits, prompt [T] -> [T, vocabulary]; by default the traced graph's.
         model: for messages.
         settings: backend and pages.
         traced_args: the inputs of the traced graph, if they differ from those of the rewritten one (merged linears).
 
     Raises:
-        UnsupportedError: the traced graph differs from the model, a later token changes an earlier row, or the rewritten graph differs; the
-            message (`diagnosis.py`) names the op or part, the measured error, the allowed one and what to do.
+        UnsupportedError: the traced graph differs from the model, a later token changes an earlier row, or the rewritten graph differs. The
+            message (`diagnosis.py`) names the op or part, the error, the allowed error and what to do.
     """
     started = time.perf_counter()
     inputs = GraphInputs(compiled.roles, args)
@@ -91,7 +91,7 @@ def check_served(
     """The part of the check that rewritten and hooked models share.
 
     Args:
-        longest: how many positions the model has.
+        longest: the model's number of positions.
         model: for messages.
     """
     if served.is_causal:
@@ -106,8 +106,8 @@ def check_served(
 def _num_ids(
     compiled: RewrittenGraph, inputs: GraphInputs, ids: Tensor, original: Original, model_logits: Callable[[Tensor], Tensor] | None
 ) -> int:
-    """How many token ids the model has: those of a `Body`; or the vocabulary of its logits if some table has as many rows; or else up to
-    the largest id of the call."""
+    """How many token ids the model has: those of a `Body`, or as many as its logits if a table has that many rows, else up to the largest
+    id of the call."""
     if isinstance(compiled.model, Body):
         return compiled.model.num_ids
     vocabulary = (model_logits or (lambda prompt: original.run(prompt, unchanged)))(ids.flatten()[:2]).shape[-1]
@@ -117,13 +117,13 @@ def _num_ids(
 
 @part("first run of the pieces")
 def _warm_up(served: Served, device: torch.device, longest: int | None) -> None:
-    """Run all pieces on WARM_UP_ROWS rows, of as many requests as necessary.
+    """Runs all pieces on WARM_UP_ROWS rows, of as many requests as necessary.
 
-    Inductor's kernels choose among their configurations when they first run. The few rows of a check would choose for the thousands of a
-    prompt, for which another configuration is up to 1.4 times as fast.
+    Inductor's kernels choose their configuration at their first run. The few rows of a check would choose one for the thousands of rows of
+    a prompt, for which another may be 1.4 times as fast.
 
     Args:
-        longest: how many positions the model has.
+        longest: the model's number of positions.
     """
     page_size = min(WARM_UP_ROWS, longest or WARM_UP_ROWS)
     batch = Batch.build([BatchRequest([0] * page_size, [1])] * (WARM_UP_ROWS // page_size), page_size, device)

@@ -21,14 +21,14 @@ Logits = Callable[[Tensor], Tensor]
 
 
 def check_against_model(model: Logits, original: Original, truth: Truth, name: str, settings: ProbeSettings) -> None:
-    """Compare the logits of every probe prompt.
+    """Compares the logits of every probe prompt.
 
-    They are mostly equal bit for bit. Where they are not (another kernel, a sum without a fixed order), rounding adds up over
-    the layers, more in some rows than in others, and what it may do is measured on the graph itself: in wider numbers, and with all numbers
-    moved a little for rows that are off by more than rounding does to most.
+    They are mostly equal bit for bit. Otherwise (another kernel, a sum in no fixed order), rounding adds up over the layers, more in some
+    rows than in others. The allowed error is then measured on the graph itself: in wider numbers and, for rows that are off by more than
+    most, with all numbers perturbed.
 
     Args:
-        model: of a prompt [T] -> [T, vocabulary].
+        model: prompt [T] -> logits [T, vocabulary].
         name: the model's, for messages.
 
     Raises:
@@ -39,7 +39,7 @@ def check_against_model(model: Logits, original: Original, truth: Truth, name: s
     if settings.fails(sum(bad) > 0):
         count, prompt = max((count, prompt) for prompt, count in enumerate(bad))
         raise UnsupportedError(
-            f"{name} itself gives logits that are infinite or no numbers for {count} of the {len(truth.prompts[prompt])} tokens of a "
+            f"{name} itself gives logits that are infinite or NaN for {count} of the {len(truth.prompts[prompt])} tokens of a "
             "random prompt; look at its weights, its dtype and its attn_implementation. Nothing was generated."
         )
     check_rows(truth.prompts, [expected for expected, _ in pairs], False)
@@ -66,8 +66,8 @@ def check_against_model(model: Logits, original: Original, truth: Truth, name: s
 def _unexplained(
     expected: Tensor, got: Tensor, original: Original, truth: Truth, prompt: int, limit: float, settings: ProbeSettings
 ) -> int:
-    """How many rows of the model's logits `expected` no rounding of the graph explains, whose logits are `got`. A row is explained if it is
-    off no more than `limit`, or than rounding usually moves it, or is what the graph gives with what it chose in a moved run."""
+    """How many rows of the model's logits `expected` differ from the graph's logits `got` by more than rounding explains. A row is
+    explained if it is off by no more than `limit` or rounding's usual effect, or equals the graph's with the choices of a perturbed run."""
     tokens = truth.prompts[prompt]
     generator = torch.Generator(tokens.device).manual_seed(prompt)
     errors, moved = row_errors(expected, got), list[Tensor]()
@@ -87,12 +87,12 @@ def _unexplained(
             chosen = perturbed.choices
             wrong &= ~(row_errors(expected, original.run(tokens, unchanged, HowToRun(choices=chosen))) <= limit)
         if len(moved) == ENOUGH and not settings.any_rank(bool(chosen)):
-            break  # only other choices would tell more
+            break  # only other choices could explain more
     return int(wrong.sum())
 
 
 def check_rows(prompts: Sequence[Tensor], logits: Sequence[Tensor], takes_rows: bool) -> None:
-    """A ragged batch needs the logits of any row; a model that keeps the last one alone would answer for one request only.
+    """Checks that there are logits for every row, as a ragged batch needs: a model that keeps only the last serves one request only.
 
     Args:
         takes_rows: the call passes logits_to_keep.

@@ -23,7 +23,7 @@ def refusal(suspect: Suspect, served: Served, original: Original, truth: Truth, 
         f"{suspect.error:.2g} of its size (allowed {suspect.limit:.2g}; rounding alone does {noise.level[suspect.name]:.2g})"
     )
     layer = None if suspect.boundary is None else suspect.boundary.layer
-    if served.settings.ranks is not None:  # the others would have to run what tells more
+    if served.settings.ranks is not None:  # finding out more would need the other ranks
         where = original.module_of(suspect.name) if layer is None else f"the attention of layer {layer.layer_id}"
         return UnsupportedError(
             f"self-check failed on rank {served.settings.ranks.rank} of {served.settings.ranks.size}: what is served computes something "
@@ -43,7 +43,7 @@ def refusal(suspect: Suspect, served: Served, original: Original, truth: Truth, 
     if any(other.name == suspect.name for other in compare_rows_of_original(original, step, truth, noise)):
         return UnsupportedError(
             f"self-check failed: {where} gives a token other numbers beside the tokens of other requests than alone: {seen}. In a batch "
-            "every row must depend on its own token and position alone; known to break that are forward hooks and modules that look at "
+            "every row must depend only on its own token and position; known to break that are forward hooks and modules that look at "
             "other rows, at a row's index or at the number of tokens. Nothing was generated."
         )
     return UnsupportedError(

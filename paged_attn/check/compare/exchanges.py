@@ -16,12 +16,12 @@ from torch import Tensor
 
 from paged_attn.check.runs.choices import Choices
 
-MOST_AT_ONCE = 2
+MOST_AT_ONCE = 2  # experts replaced in one exchange
 MOST = 32  # exchanges tried for one token and one choice
 
 
 class Exchange(NamedTuple):
-    """In one row of what one operation chose."""
+    """In one row of an operation's choice, the experts `left` are replaced by `taken`."""
 
     name: str
     row: int
@@ -33,10 +33,10 @@ class Exchanges:
     """The exchanges of one prompt.
 
     Args:
-        usual: what the original chooses as it is.
+        usual: the original's choices.
 
     Attributes:
-        names: of the operations that chose the best k, in order.
+        names: of the operations that choose the best k, in order.
     """
 
     def __init__(self, usual: Choices) -> None:
@@ -47,11 +47,11 @@ class Exchanges:
         self._given = set[Exchange]()
 
     def see(self, choices: Choices) -> None:
-        """What another run of the original chose."""
+        """Records the choices of another run of the original."""
         self._seen.append(self._rows_of(choices))
 
     def untried(self, name: str, row: int) -> Exchange | None:
-        """The likeliest that was not given yet."""
+        """The likeliest exchange that was not returned before."""
         for exchange in itertools.islice(self._likeliest(name, row), MOST):
             if exchange not in self._given:
                 self._given.add(exchange)
@@ -59,7 +59,7 @@ class Exchanges:
         return None
 
     def made(self, exchanges: Iterable[Exchange]) -> Choices:
-        """What operations choose with these; nothing for those that have none."""
+        """The choices of operations with these exchanges; nothing for operations without any."""
         chosen: dict[str, Tensor] = {}
         for name, row, left, taken in exchanges:
             indices = chosen.setdefault(name, self._usual[name][1].clone(memory_format=torch.contiguous_format))
@@ -84,6 +84,6 @@ class Exchanges:
 
 
 def _best(result: Any) -> Tensor | None:
-    """The indices [..., k] of the best k, if that is what an operation returned."""
+    """The indices [..., k] of the best k, if the operation returns such."""
     is_pair = isinstance(result, tuple) and len(result) == 2 and all(isinstance(each, Tensor) for each in result)
     return result[1] if is_pair and result[1].dtype == torch.int64 and result[1].dim() > 1 else None

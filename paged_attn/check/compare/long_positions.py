@@ -26,10 +26,10 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 def check_long_positions(served: Served, truth: Truth, longest: int | None, model: nn.Module | None) -> None:
-    """See above.
+    """Checks this, as described above.
 
     Args:
-        longest: how many positions the model has; where it states none there is nothing to choose by.
+        longest: the model's number of positions; None: there is no position to test.
         model: for the message.
 
     Raises:
@@ -44,7 +44,7 @@ def check_long_positions(served: Served, truth: Truth, longest: int | None, mode
         return
     assert moved is not None
     module, error, limit = moved
-    first = _original_positions(model) if served.settings.ranks is None else None  # the others would have to run what tells more
+    first = _original_positions(model) if served.settings.ranks is None else None  # finding out more would need the other ranks
     stays = first is not None and count < first < longest and _first_move(served, near, _seen(served, truth, first - 1), count) is None
     raise UnsupportedError(
         f"self-check failed: a token at position {longest - 1} moves other tokens of its batch in {module} by {error:.2g} of their size "
@@ -55,9 +55,9 @@ def check_long_positions(served: Served, truth: Truth, longest: int | None, mode
 
 
 def _seen(served: Served, truth: Truth, position: int) -> Mapping[Any, Seen]:
-    """What is computed for the shortest prompt and one more row, of another request, at this position."""
+    """The values computed for the shortest prompt and one more row, of another request, at this position."""
     prompt = truth.prompts[SHORTEST]
-    count, page_size = len(prompt), position + 1  # so that one page is enough
+    count, page_size = len(prompt), position + 1  # so one page is enough
     requests = [
         BatchRequest(prompt.tolist(), [1] * -(-count // page_size), 0, count, 1),
         BatchRequest(prompt[:1].tolist(), [1], position, 1, 2),
@@ -78,12 +78,12 @@ def _seen(served: Served, truth: Truth, position: int) -> Mapping[Any, Seen]:
 
 
 def _first_move(served: Served, near: Mapping[Any, Seen], far: Mapping[Any, Seen], count: int) -> tuple[str, float, float] | None:
-    """The first value of which a row before the last one moved: where, by how much, and what is allowed."""
+    """The first value in which a row before the last one moved: (module, error, limit)."""
     for key, (module, expected) in near.items():
         got = far[key].value
         axes = [axis for axis, size in enumerate(expected.shape) if size == count + 1]
         if got.shape != expected.shape or not axes:
-            continue  # has no row for each token
+            continue  # not one row per token
         limit = MULTIPLE * rounding(expected.dtype, served.kv_dtype)
         error = min(worst(row_errors(expected.movedim(axis, 0)[:count], got.movedim(axis, 0)[:count])) for axis in axes)
         if not error <= limit:
@@ -92,7 +92,7 @@ def _first_move(served: Served, near: Mapping[Any, Seen], far: Mapping[Any, Seen
 
 
 def _original_positions(model: nn.Module | None) -> int | None:
-    """How many positions the model had before its rotary embedding was stretched, as its config says; the least of several."""
+    """According to the config, the number of positions before the rotary embedding was stretched; the smallest of several."""
     config = text_config(model)
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer = [each for each in rope.values() if isinstance(each, dict)]
@@ -101,6 +101,6 @@ def _original_positions(model: nn.Module | None) -> int | None:
 
 
 def _way_out(model: nn.Module | None, positions: int | None) -> str:
-    """Set on the loaded model: a checkpoint's own config also has other numbers made from it (the attention's scale)."""
+    """To be set on the loaded model: in a checkpoint's config other numbers depend on it (the attention's scale)."""
     config = "model.config" if text_config(model) is getattr(model, "config", None) else "model.config.get_text_config()"
     return f" Here that is {positions}: set {config}.max_position_embeddings = {positions} on the loaded model before it is given to us."

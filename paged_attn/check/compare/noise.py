@@ -20,18 +20,18 @@ from paged_attn.check.runs.steps import LONGEST
 from paged_attn.check.runs.truth import OtherRun, Truth
 from paged_attn.tolerances import MULTIPLE, OTHERWISE, QUANTISED, rounding, typical
 
-FEW = (2, 3)  # so few tokens that kernels of quantised products may take another path
+FEW = (2, 3)  # token counts for which kernels of quantised products may take another path
 
 
 class Noise:
     """The noise of one model on its probe prompts.
 
     Args:
-        causal: whether later tokens must change no earlier row, so that a prompt may be cut.
+        causal: whether later tokens must not change earlier rows, so that a prompt may be cut.
         borders: `length_borders` of `ProbeSettings`.
 
     Attributes:
-        level: by boundary, the error that most rows have by rounding alone.
+        level: by boundary, the error that rounding causes in most rows.
 
     Raises:
         UnsupportedError: later tokens change earlier rows.
@@ -57,8 +57,8 @@ class Noise:
                 self._add(shorter, None)
 
     def _add(self, errors: Mapping[str, Tensor], prompt: int | None) -> None:
-        """Errors [T] by boundary of a run that differs by rounding alone. With `prompt`, each row's own error is allowed for, too: there
-        rounding may have changed what a router chose."""
+        """Adds errors [T] by boundary from a run that differs only by rounding. With `prompt`, each row's own error is allowed as well,
+        since rounding may have changed a router's choice there."""
         for name, rows in errors.items():
             self.level[name] = max(self.level[name], typical(rows))
             if prompt is not None:
@@ -66,12 +66,12 @@ class Noise:
                 self._rows[prompt, name] = rows if known is None else torch.maximum(known, rows)
 
     def limit(self, name: str) -> float:
-        """What a row may be off."""
+        """The allowed error of a row."""
         dtype = self.truth.rows(0, name).dtype
         return MULTIPLE * max(self.level[name], rounding(dtype, self.original.narrow))
 
     def limits(self, name: str, prompt: int, start: int, end: int) -> Tensor:
-        """What each of these rows of a prompt may be off, [end - start] on the CPU."""
+        """The allowed error of each of these rows of a prompt, [end - start] on the CPU."""
         own = self._rows.get((prompt, name))
         if own is None:
             return torch.full((end - start,), self.limit(name))

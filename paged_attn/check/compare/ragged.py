@@ -17,7 +17,7 @@ RAISED = "The attention backend raised it, or the model's code depends on the le
 
 
 def compare_ragged(served: Served, truth: Truth, noise: Noise) -> list[Suspect]:
-    """Run the steps of the probe prompts, each value between two pieces replaced by the truth once it has been compared.
+    """Runs the steps of the probe prompts; each value between two pieces is compared, then replaced by the truth.
 
     Raises:
         UnsupportedError: the rewritten graph cannot run such a batch, or no backend can.
@@ -34,8 +34,8 @@ def compare_ragged(served: Served, truth: Truth, noise: Noise) -> list[Suspect]:
 
 
 def compare_rows_of_original(original: Original, step: Step, truth: Truth, noise: Noise) -> list[Suspect]:
-    """The original on the rows of a step, one behind the other as if they were one prompt, with everything that mixes tokens replaced by
-    the truth: what is off here is what the model itself does otherwise for a row in another place."""
+    """Runs the original on the rows of a step, concatenated as if they were one prompt, with everything that mixes tokens replaced by the
+    truth: any error here is the model's own, caused by a row's place in the batch."""
     rows = RowsOfStep(step, truth, noise)
     prompts = truth.prompts + truth.others  # as `Part.prompt` counts them
     ids = torch.cat([prompts[part.prompt][part.start : part.end] for part in step.parts])
@@ -45,7 +45,7 @@ def compare_rows_of_original(original: Original, step: Step, truth: Truth, noise
 
 
 class RowsOfStep:
-    """Compares the rows of one step with those of the prompts alone, and puts these in their place. Those of other requests stay."""
+    """Compares the prompts' rows in one step with the truth, and replaces them by it. Rows of other requests stay."""
 
     def __init__(self, step: Step, truth: Truth, noise: Noise) -> None:
         self.step, self.truth, self.noise = step, truth, noise
@@ -57,7 +57,7 @@ class RowsOfStep:
         self.suspects: list[Suspect] = []
 
     def visit(self, boundary: Boundary, value: Tensor) -> Tensor:
-        """Compare a served value: an operand or the output of an attention [T, heads, dim], or a value laid out as in the original."""
+        """Compares a served value: an operand or the output of an attention [T, heads, dim], or a value laid out as in the original."""
         name = boundary.original
         if name not in self.truth.names:
             return value
@@ -68,7 +68,7 @@ class RowsOfStep:
         return copied
 
     def visit_original(self, name: str, value: Tensor) -> Tensor:
-        """Compare a value of the original graph."""
+        """Compares a value of the original graph."""
         if name not in self.truth.names:
             return value
         self.compare(name, self.truth.written_of(name, value)[self.at], None)
@@ -76,11 +76,11 @@ class RowsOfStep:
         return self.truth.with_rows(name, value, torch.cat(rows), self.at)
 
     def _at(self, rows: Tensor) -> Tensor:
-        """Where the prompts' rows are: all of those whose logits are wanted, where the others were left out by then."""
+        """Indices of the prompts' rows: all rows, if those whose logits are not wanted were already dropped."""
         return self.at if len(rows) >= self.num_rows else torch.arange(len(self.at), device=rows.device)
 
     def compare(self, name: str, rows: Tensor, boundary: Boundary | None) -> Tensor:
-        """What the prompts' rows [N, ...] should be, in the same shape."""
+        """The truth for the prompts' rows [N, ...], in the same shape."""
         expected = torch.cat([self.truth.served(part.prompt, name, boundary)[part.start : part.end] for part in self.parts])
         got = rows.reshape(expected.shape)
         usual = None if boundary is not None and boundary.operand is not None else self.truth.usual[name]

@@ -25,24 +25,24 @@ from paged_attn.check.runs.truth import OtherRun, Truth
 from paged_attn.tolerances import MULTIPLE, row_errors
 
 TRIES, UNITS = 32, (1.0, 4.0, 2.0, 4.0)  # runs, and how far numbers are perturbed: larger units flip more ties
-MORE = 64  # runs for rows that rounding moves far in some of them only: a peaked router's numbers are few in 16 bits
+MORE = 64  # further runs, for rows that rounding moves far in only a few: a peaked router has few distinct values in 16 bits
 UNEVEN = 1.5  # rounding is uneven if its largest effect exceeds its usual one by this factor
 ENOUGH = 4  # runs needed to tell how far rounding moves a row
 FARTHEST = 2  # factor on the farthest of those runs
 EVERY = 8  # after this many runs, exchanges between their choices are tried
-BACK = 4  # choices before a row: what it is made of is one of them, as groups of experts and experts in them are
+BACK = 4  # preceding choices tried per row, one of which it depends on: groups of experts, and experts in them, are chosen in turn
 
 
 @dataclass(frozen=True, eq=False)
 class Suspect:
-    """One row of one boundary that is not what it is in truth.
+    """One row at one boundary that differs from the truth.
 
     Attributes:
-        name: of the boundary's node.
-        prompt, row: of which prompt, and of which of its tokens.
-        error, limit: what it is off, and what rounding explains.
-        got: the row, as `Truth.written`.
-        step: in which step it was seen.
+        name: the boundary's node.
+        prompt, row: index of the prompt, and of the token in it.
+        error, limit: its error, and the error that rounding explains.
+        got: the row, as in `Truth.written`.
+        step: the step in which it was seen.
         boundary: None for the logits.
     """
 
@@ -59,14 +59,14 @@ class Suspect:
 def suspects_in(
     name: str, errors: Tensor, limits: Tensor, rows: Sequence[tuple[int, int]], got: Tensor, step: str, boundary: Boundary | None = None
 ) -> list[Suspect]:
-    """The rows that are off by more than their limits [N]; `rows` says prompt and token of each."""
+    """The rows whose errors exceed their limits [N]; `rows`: (prompt, token) of each."""
     wrong = torch.nonzero(~(errors.cpu() <= limits)).flatten().tolist()
     return [Suspect(name, rows[i][0], rows[i][1], float(errors[i]), float(limits[i]), got[i].clone(), step, boundary) for i in wrong]
 
 
 def unexplained(suspects: Sequence[Suspect], original: Original, truth: Truth, noise: Noise, settings: ProbeSettings) -> list[Suspect]:
-    """The suspects that no rounding of the original explains, in order. Ranks of a sharded model run it as often as the one that needs
-    most of it."""
+    """The suspects that no rounding of the original explains, in order. All ranks of a sharded model run it as often as the rank that needs
+    the most runs."""
     left: list[Suspect] = []
     for prompt in range(len(truth.prompts)):
         rows = [_Row(suspect, truth, noise) for suspect in suspects if suspect.prompt == prompt]
@@ -78,7 +78,7 @@ def unexplained(suspects: Sequence[Suspect], original: Original, truth: Truth, n
             if not settings.any_rank(bool(rows) and (attempt < TRIES or all(row.is_uneven for row in rows))):
                 break
             if units != 1 and not settings.any_rank(chosen != {}):
-                continue  # only another choice would tell more of these runs
+                continue  # larger perturbations help only if they change choices
             moved = Perturbation(generator, units)
             near = OtherRun(original, truth, prompt, HowToRun(perturbed=moved))
             if is_new := settings.any_rank(chosen is None or not same_choices(chosen, moved.choices)):
@@ -100,14 +100,14 @@ def unexplained(suspects: Sequence[Suspect], original: Original, truth: Truth, n
 
 
 class _Exchanged:
-    """Runs of one prompt with its own numbers, in which single tokens choose what they chose in others."""
+    """Runs of one prompt with the original's numbers, in which single tokens take choices seen in other runs."""
 
     def __init__(self, original: Original, truth: Truth, prompt: int, generator: torch.Generator) -> None:
         self.original, self.truth, self.prompt = original, truth, prompt
-        as_it_is = Perturbation(generator, 0.0)
-        self._chosen_before = OtherRun(original, truth, prompt, HowToRun(perturbed=as_it_is)).chosen_before
-        self._order = list(as_it_is.choices)
-        self.exchanges = Exchanges(as_it_is.choices)
+        unmoved = Perturbation(generator, 0.0)
+        self._chosen_before = OtherRun(original, truth, prompt, HowToRun(perturbed=unmoved)).chosen_before
+        self._order = list(unmoved.choices)
+        self.exchanges = Exchanges(unmoved.choices)
 
     def unexplained(self, rows: list[_Row], settings: ProbeSettings) -> list[_Row]:
         """The rows that no exchange explains either."""
@@ -125,15 +125,15 @@ class _Exchanged:
         return rows
 
     def _before(self, suspect: Suspect) -> Sequence[str]:
-        """The choices that were made before it, in order."""
+        """The names of the choices made before it, in order."""
         before = self._order[: self._chosen_before[suspect.name]]
         return [name for name in before if name in self.exchanges.names]
 
 
 class _Row:
-    """A suspect beside what the original gives in its place.
+    """A suspect, compared with the same row in runs of the original.
 
-    `off`: how far it is from the nearest of those that the original gives with some choice; `own`: how far rounding alone moves them.
+    `off`: distance from the nearest of the original's rows with some choices; `own`: how far rounding alone moves these.
     """
 
     def __init__(self, suspect: Suspect, truth: Truth, noise: Noise) -> None:
@@ -146,7 +146,7 @@ class _Row:
         self.off = min(self.off, self._apart(self._of(exact), self.suspect.got))
 
     def see_moved(self, moved: OtherRun, exact: OtherRun) -> None:
-        """Take in a run whose numbers rounding alone might give, and one of the same choices."""
+        """Records a perturbed run, and an exact one with the same choices."""
         near = self._of(moved)
         self.own.append(self._apart(self._of(exact), near))
         self.is_like_a_moved_one |= self._apart(near, self.suspect.got) <= self.limit

@@ -34,38 +34,38 @@ BEYOND = 9  # tokens beyond the end of a window or chunk
 MOST_SCORE_BYTES = 4 << 30  # for the model's scores [heads, T, T] in float32
 MOST_CPU_OPERATIONS = 1e12  # a few seconds on two cores
 
-# The model's own attention of a layer, on these rows [T] of the longest probe prompt as one sequence: [T, heads, v_dim], or why not. It is
-# also given what the op is given for that prompt, and whether to compute in wider numbers.
+# (layer, rows [T] of the longest probe prompt to run as one sequence, the op's operands for that prompt, whether to compute in wider
+# numbers) -> the output of the model's own attention [T, heads, v_dim], or why it cannot be computed.
 Attention = Callable[[LayerReport, Tensor, dict[str, Tensor], bool], Tensor | str]
 
 
 def check_windows(served: Served, attention: Attention, truth: Truth, noise: Noise, longest: int | None) -> None:
-    """Check the first layer of every kind that has a window or chunk.
+    """Checks the first layer of every kind that has a window or chunk.
 
     Args:
-        longest: how many positions the model has.
+        longest: the model's number of positions.
 
     Raises:
-        UnsupportedError: the paged op gives some token another output than the model's attention, on this rank or on another one.
+        UnsupportedError: the paged op's output differs from that of the model's attention for some token, on this rank or on another.
     """
     seen: set[AttentionSpec] = set()
     for layer_id, boundary in sorted(served.by_layer.items()):
         spec, tokens = served.specs[layer_id], tokens_to_show(served.specs[layer_id])
         kind = replace(spec, kv_layer=0, module="")
         if kind in seen or boundary.layer is None or tokens <= len(truth.prompts[LONGEST]) or (longest is not None and tokens > longest):
-            continue  # either the probe prompts show it, or no request ever reaches it
+            continue  # the probe prompts show it, or no request is long enough
         seen.add(kind)
         reason, wrong = _too_large(spec, tokens, truth.prompts[LONGEST].device), ""
-        if not served.settings.any_rank(bool(reason)):  # all ranks look, or none: it takes all of them
+        if not served.settings.any_rank(bool(reason)):  # the check needs all ranks
             reason, wrong = _check(served, attention, truth, noise, boundary.layer, tokens)
         if served.settings.fails(bool(wrong)):
             raise UnsupportedError(wrong)
         if reason:
-            logger.info("where the window of %s ends was proved on its mask alone: %s", spec.module or f"layer {layer_id}", reason)
+            logger.info("where the window of %s ends was proved on its mask only: %s", spec.module or f"layer {layer_id}", reason)
 
 
 def tokens_to_show(spec: AttentionSpec) -> int:
-    """How many tokens show where the window and the chunk of a layer end; 0 for a layer without."""
+    """How many tokens show where a layer's window and chunk end; 0 for a layer without."""
     end = max(spec.sliding_window or 0, spec.window_ahead or 0, spec.chunk or 0)
     return end + BEYOND if end else 0
 
@@ -81,7 +81,7 @@ def _too_large(spec: AttentionSpec, tokens: int, device: torch.device) -> str:
 
 
 def _check(served: Served, attention: Attention, truth: Truth, noise: Noise, layer: LayerReport, tokens: int) -> tuple[str, str]:
-    """Why it could not be done, or ""; and what is wrong, or ""."""
+    """(why the check was impossible or "", what is wrong or "")."""
     prompt = truth.prompts[LONGEST]
     steps = Steps(served.specs, truth.prompts, served.kv_dtype, served.recurrent, served.settings)
     step = Step("one whole prompt", (Part(LONGEST, 0, len(prompt)),))
@@ -97,7 +97,7 @@ def _check(served: Served, attention: Attention, truth: Truth, noise: Noise, lay
     got = attend_in_steps(layer.spec, given, chosen, served.kv_dtype, served.settings)
     errors = row_errors(expected, got)
     limits = torch.full_like(errors, noise.limit(layer.original_node))
-    if served.settings.any_rank(not bool((errors <= limits).all())):  # more keys than a probe prompt has may move a row farther
+    if served.settings.any_rank(not bool((errors <= limits).all())):  # with more keys than a probe prompt, rounding may do more
         exact = attention(layer, chosen, given, True)
         assert isinstance(exact, Tensor)
         limits = torch.maximum(limits, MULTIPLE * row_errors(exact, expected))
@@ -114,7 +114,7 @@ def _check(served: Served, attention: Attention, truth: Truth, noise: Noise, lay
 def attend_in_steps(
     spec: AttentionSpec, given: dict[str, Tensor], chosen: Tensor, kv_dtype: torch.dtype, settings: ProbeSettings
 ) -> Tensor:
-    """The paged op on these rows [T] of its operands as one request, in two chunks and a decode step, or whole if they see later ones:
+    """The paged op on these rows [T] of its operands as one request, in two chunks and a decode step (in one step if not causal):
     [T, heads, v_dim]."""
     rows = [given[name][chosen] for name in ("query", "key", "value")]
     more = {name: given[name] for name in ("sinks", "bias") if name in given}

@@ -19,9 +19,9 @@ class Boundary:
     """One value to compare.
 
     Attributes:
-        original: the node of the original graph that computes it; of an op that writes its result, the op.
+        original: the node of the original graph that computes it; for an op that writes its result, the op.
         layer: the attention whose output it is, or None.
-        operand: which elements of it an attention is given, if it is one of its operands.
+        operand: if it is an operand of an attention, the elements that the attention reads.
     """
 
     original: str
@@ -30,11 +30,11 @@ class Boundary:
 
     @property
     def is_of_op(self) -> bool:
-        """Whether it is laid out as the paged op has it, [T, heads, dim]."""
+        """Whether it has the paged op's layout, [T, heads, dim]."""
         return self.layer is not None or self.operand is not None
 
     def as_written(self, value: Tensor) -> Tensor:
-        """The original's value in the layout of the paged op: attention [T, heads, v_dim]; anything else as it is."""
+        """The original's value in the paged op's layout: attention [T, heads, v_dim]; other values unchanged."""
         if self.layer is None:
             return value
         order = self.layer.original_order
@@ -49,10 +49,10 @@ class Boundaries:
     """The boundaries of one rewritten graph.
 
     Attributes:
-        results: by submodule of the split graph and place among its results.
-        written: by break, what its op writes.
-        given: by break, query, key and value of its attention, where they are known.
-        order: the submodules, pieces and breaks, as they are called.
+        results: by (submodule of the split graph, index among its results).
+        written: by break, the value that its op writes.
+        given: by break, query, key and value of its attention, if known.
+        order: the submodules (pieces and breaks) in the order of their calls.
     """
 
     results: Mapping[tuple[str, int], Boundary]
@@ -69,7 +69,7 @@ class Boundaries:
             if result in found.traced
         }
         by_op = {report.op_node: Boundary(report.original_node, report) for report in found.layers}
-        # The length of a call is not a value of its tokens: a later one changes it. What is made of it is compared.
+        # The length of a call is not a value of its tokens, since a later token changes it. Values made of it are compared.
         computed = [op for op, kind in zip(split.op_names, split.ops, strict=True) if kind != REQUEST_LENGTHS._schema.name]
         by_op |= {op: Boundary(found.traced[op]) for op in computed if op in found.traced}
         written = {name: by_op[op] for name, op in zip(split.breaks, split.op_names, strict=True) if op in by_op}
@@ -83,7 +83,7 @@ class Boundaries:
 
     @property
     def stages(self) -> dict[str, int]:
-        """By node, the index in `order` of what computes it; for an operand that no piece returns, the index of the last piece before."""
+        """By node, the index in `order` of the submodule that computes it, or, for an operand that no piece returns, of the one before."""
         rank = {name: index for index, name in enumerate(self.order)}
         found = {each.original: rank[name] - 1 for name, given in self.given.items() for each in given}
         found |= {boundary.original: rank[name] for (name, _), boundary in self.results.items()}
@@ -91,7 +91,7 @@ class Boundaries:
 
     @property
     def late(self) -> dict[str, list[str]]:
-        """By the node of an attention's output, its operands to which something writes until it reads them."""
+        """By node of an attention's output, its operands that are written in place until it reads them."""
         late = {name: [each.original for each in given if each.operand and each.operand.late] for name, given in self.given.items()}
         return {self.written[name].original: operands for name, operands in late.items() if operands}
 

@@ -18,24 +18,24 @@ from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, is_in_flight, t
 from paged_attn.passes.fx.graph_tools import is_view, name_of, writes_in_place
 
 Choices = Mapping[str, Any]  # by node: the operation's result
-# Floating numbers that no kernel rounds (counts, ones among zeros): integers computed from them (an expert's first row) are not choices.
+# Results are floating numbers that no kernel rounds (counts, ones among zeros); integers made from them are not choices.
 COUNTS = ("histc", "scatter")
 
 
 def same_choices(one: Choices, other: Choices) -> bool:
-    """Whether a run with these takes what a run with those takes: numbers that came with indices are its own in both."""
+    """Whether two runs chose the same. Values that come with chosen indices are ignored."""
     taken = [[t for result in choices.values() for t in tensors_in(result) if not t.is_floating_point()] for choices in (one, other)]
     return one.keys() == other.keys() and all(torch.equal(mine, theirs) for mine, theirs in zip(*taken, strict=True))
 
 
 @dataclass(frozen=True)
 class Perturbation:
-    """How the numbers of one run are moved.
+    """How the numbers of one run are perturbed.
 
     Attributes:
-        generator: draws it, where the numbers are: a billion of them take a host seconds.
-        units: numbers are moved by up to so many halves of a unit in their last place: 1 is what any other kernel may do.
-        choices: filled by the run.
+        generator: on the numbers' device: the host would take seconds for a billion of them.
+        units: numbers are moved by up to this many halves of a unit in the last place: 1 is what another kernel may do.
+        choices: filled in by the run.
     """
 
     generator: torch.Generator
@@ -43,7 +43,7 @@ class Perturbation:
     choices: dict[str, Any] = field(default_factory=dict)
 
     def moved(self, value: Tensor, narrow: torch.dtype) -> Tensor:
-        """A floating tensor in its own type, each number moved, by the precision of the coarser of this and its type."""
+        """A floating-point tensor in its dtype with each number moved, relative to the coarser precision of `narrow` and its dtype."""
         step = max(torch.finfo(dtype).eps for dtype in (value.dtype, narrow)) / 2 * self.units
         wide = torch.promote_types(value.dtype, wider(narrow))
         factor = torch.empty(value.shape, dtype=wide, device=self.generator.device).uniform_(1 - step, 1 + step, generator=self.generator)
@@ -51,11 +51,10 @@ class Perturbation:
 
 
 class PerturbedRun(TappedRun):
-    """`run(*inputs)` with every number moved that an operation computes in the model's own type: what another order of adding up, or
-    another kernel, might give.
+    """`run(*inputs)` with every result in the model's own dtype perturbed, as another order of summation or another kernel might.
 
     Args:
-        narrow: the model's own floating type.
+        narrow: the model's own floating-point dtype.
     """
 
     def __init__(self, gm: fx.GraphModule, taps: Taps, visit: Visit, narrow: torch.dtype, perturbation: Perturbation) -> None:
@@ -77,8 +76,8 @@ class PerturbedRun(TappedRun):
 
 
 class ChosenRun(TappedRun):
-    """`run(*inputs)` with what operations chose in another run; numbers that are chosen with their indices, as of the best k, are those of
-    this run at the other's indices."""
+    """`run(*inputs)` with the choices of another run. Values that are returned with their indices, such as the best k, are this run's
+    values at the other run's indices."""
 
     def __init__(self, gm: fx.GraphModule, taps: Taps, visit: Visit, choices: Choices) -> None:
         super().__init__(gm, taps, visit)
@@ -99,7 +98,7 @@ class ChosenRun(TappedRun):
 
 
 def _taken_again(given: Tensor, values: Tensor, indices: Tensor, chosen: Tensor) -> Tensor | None:
-    """The values at other indices, where `values` are those of `given` at `indices` along some axis; None if they are not."""
+    """The values of `given` at the indices `chosen`, if `values` are those at `indices` along some axis; else None."""
     keeps_axis = values.dim() == given.dim()
     for axis in range(given.dim() if indices.dim() else 0):
         at, other = (indices, chosen) if keeps_axis else (indices.unsqueeze(axis), chosen.unsqueeze(axis))

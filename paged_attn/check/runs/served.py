@@ -25,13 +25,13 @@ VisitBoundary = Callable[[Boundary, Tensor], Tensor]
 
 
 def must_run(what: str, on: str, why_not: str = "The model's code depends on the length.") -> AbstractContextManager[None]:
-    """For calling a graph: one that breaks at another length than the traced one was specialised to that length."""
+    """For calls of a graph: if it fails at another length than the traced one, it was specialised to that length."""
     failed = f"self-check failed: {what} cannot run {on}"
     return model_code(lambda why: UnsupportedError(f"{failed}: {why}. {why_not}"))
 
 
 class Seen(NamedTuple):
-    """One value between two ops that mix tokens, in a run that left those ops out: where it is computed, and what it was."""
+    """A value between two ops that mix tokens, in a run that skipped those ops, and the module that computes it."""
 
     module: str
     value: Tensor
@@ -39,13 +39,13 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class HowToRun:
-    """How the original runs a prompt, where it is not as it is.
+    """How the original runs a prompt, if not as usual.
 
     Attributes:
-        wide: compute in wider numbers, as far as that can be.
-        token_by_token: run recurrent layers so.
-        perturbed: move the results of operations.
-        choices: what operations choose, in place of what they would.
+        wide: compute in wider numbers where possible.
+        token_by_token: run recurrent layers one token at a time.
+        perturbed: perturb the results of operations.
+        choices: what operations choose, in place of their own choices.
         positions: [T] int64, by default 0, 1, ...
     """
 
@@ -60,12 +60,12 @@ AS_IT_IS = HowToRun()
 
 
 class Original(ABC):
-    """The model as its user has it, one prompt at a time.
+    """The user's model, run on one prompt at a time.
 
     Attributes:
-        narrow: its own floating type.
+        narrow: its floating-point dtype.
         recurrent: its layers with recurrent state.
-        computed_as_it_is: what has no form in wider numbers, once `run` was asked for those.
+        computed_as_it_is: after a run with `wide`, the operations that have no form in wider numbers.
     """
 
     narrow: torch.dtype
@@ -74,11 +74,11 @@ class Original(ABC):
 
     @abstractmethod
     def run(self, prompt: Tensor, visit: Visit, how: HowToRun = AS_IT_IS) -> Tensor:
-        """Logits [T, vocabulary] of one prompt [T] int64; what `visit` returns of a value goes on in its place."""
+        """Logits [T, vocabulary] of one prompt [T] int64; the results of `visit` replace the values it was called with."""
 
     @abstractmethod
     def padded_length(self, count: int) -> int:
-        """How many rows values have in a run of so many tokens; no two lengths become one."""
+        """The number of rows of values in a run of `count` tokens; different for different counts."""
 
     @abstractmethod
     def module_of(self, name: str) -> str:
@@ -90,10 +90,10 @@ class Served(ABC):
 
     Attributes:
         specs: its attention layers, for a pool.
-        kv_dtype: of that pool.
-        by_layer: what each attention layer writes.
-        otherwise: what to do where a layer is not recognised as what it is.
-        more_than_attention: why a part between the attentions may differ from the model's, and what to do.
+        kv_dtype: the pool's.
+        by_layer: the value that each attention layer writes.
+        otherwise: what a user can do if a layer was recognised wrongly.
+        more_than_attention: why a part between the attentions may differ from the model's, and what a user can do.
     """
 
     specs: Sequence[AttentionSpec]
@@ -110,7 +110,7 @@ class Served(ABC):
 
     @abstractmethod
     def variant(self, settings: ProbeSettings, compiled: bool = True) -> Served | None:
-        """The same with other settings, or without anything that was compiled; None if nothing was."""
+        """The same model with other settings, or with nothing compiled; None if nothing was compiled."""
 
     @abstractmethod
     def run(self, batch: Batch, visit: VisitBoundary) -> Tensor:
@@ -118,9 +118,9 @@ class Served(ABC):
 
     @abstractmethod
     def run_pieces(self, batch: Batch, visit: VisitBoundary) -> Mapping[Any, Seen]:
-        """Run all but the ops that mix tokens, whose results are zero before `visit` is given them; what was computed between them."""
+        """Runs everything except the ops that mix tokens, whose results are zero before `visit` gets them; returns all other values."""
 
     @abstractmethod
     def operands(self, batch: Batch, visit: VisitBoundary, layer_id: int) -> dict[str, Tensor]:
-        """What the op of a layer is given in a run under the batch's context: query, key, value [T, heads, dim]; sinks and bias where it
-        has them; nothing where it stores no keys of its own."""
+        """The operands of a layer's op in a run under the batch's context: query, key, value [T, heads, dim]; sinks and bias if it has
+        them. Empty if it stores no keys of its own."""

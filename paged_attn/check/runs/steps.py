@@ -19,9 +19,9 @@ from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import runner_of
 
 MOST_RARE = 8
-NARROW = 8  # elements per token; a wider table distinguishes every id
+NARROW = 8  # elements per token; wider tables tell every id apart
 USUAL = 0.9  # share of equal rows that makes the others rare
-FEWEST = 32  # ids; of smaller tables all ids are used
+FEWEST = 32  # ids; of smaller tables all ids are used anyway
 
 if TYPE_CHECKING:
     from paged_attn.parallel.ranks import Ranks
@@ -36,13 +36,13 @@ ON_ANOTHER_RANK = "self-check failed on another rank of this sharded model, whos
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """With which backend, and pages of how many tokens, a rewritten model is checked.
+    """The backend and page size with which a rewritten model is checked.
 
-    Every run of a sharded model takes all its ranks, so that none may run more than the others by what it has seen of its own part.
+    Every run of a sharded model needs all its ranks, so no rank may run more often than the others because of what it saw of its own part.
 
     Attributes:
-        ranks: those that have a part of the model each.
-        length_borders: see `Runner`: a prompt that is cut to the other side of one is another.
+        ranks: each has a part of the model.
+        length_borders: see `Runner`: cutting a prompt across one of them changes its rows.
     """
 
     backend: str = "auto"
@@ -52,11 +52,11 @@ class ProbeSettings:
     length_borders: tuple[int, ...] = ()
 
     def any_rank(self, yes: bool) -> bool:
-        """Whether some rank says yes, this one if the model is whole."""
+        """Whether this or, in a sharded model, any rank says yes."""
         return yes if self.ranks is None else self.ranks.any_says(yes)
 
     def fails(self, here: bool) -> bool:
-        """`here`, whether this rank has seen something wrong. Raises UnsupportedError if another one alone has."""
+        """Returns `here`, whether this rank has seen an error. Raises UnsupportedError if only another rank has."""
         if self.any_rank(here) and not here:
             raise UnsupportedError(ON_ANOTHER_RANK)
         return here
@@ -73,7 +73,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Step:
-    """What one batch runs, in this order; `name` is for messages."""
+    """The parts of one batch, in order; `name` is for messages."""
 
     name: str
     parts: tuple[Part, ...]
@@ -88,14 +88,14 @@ def probe_prompts(device: torch.device, num_ids: int, longest: int | None = None
 
 
 def steps_of(prompts: Sequence[Sized], causal: bool, others: Sequence[Sized] = ()) -> list[Step]:
-    """The steps for prompts of these lengths: first chunks; then a decode row beside a chunk; then decode rows alone; then every prompt
-    whole, in turns with the others, if there are any. Without causality, every prompt whole in each."""
+    """The steps for these prompts: first chunks, a decode row beside a chunk, only decode rows, and every prompt whole, alternating with
+    `others`, if any. Without causality all steps have whole prompts."""
     whole = [Part(i, 0, len(prompt)) for i, prompt in enumerate((*prompts, *others))]
     own, around = whole[: len(prompts)], whole[len(prompts) :]
     steps = _in_parts(prompts) if causal else [Step("whole prompts", tuple(own))]
     if around:
-        in_turns = (around[0], *(part for pair in zip(own, around[1:], strict=True) for part in pair))
-        steps.append(Step(f"{sum(map(len, others))} tokens of other requests", in_turns))
+        alternating = (around[0], *(part for pair in zip(own, around[1:], strict=True) for part in pair))
+        steps.append(Step(f"{sum(map(len, others))} tokens of other requests", alternating))
     return steps
 
 
@@ -113,11 +113,11 @@ def _in_parts(prompts: Sequence[Sized]) -> list[Step]:
 
 
 def others_for(prompts: Sequence[Tensor], longest: int | None = None) -> list[Tensor]:
-    """Requests around the prompts, one in front and one behind each, [T] int64: whatever a model mixes over more tokens than a prompt has
-    takes in some of theirs. They are made of the prompts' own token ids, so that what adds up over the tokens of a batch has much to add.
+    """Requests around the prompts, one before and one after each, [T] int64, so that anything that mixes more tokens than a prompt has
+    reaches some of theirs. They consist of the prompts' own ids, so that errors that add up over a batch become large.
 
     Args:
-        longest: how many positions the model has.
+        longest: the model's number of positions.
     """
     ids = torch.cat(list(prompts))
     generator = torch.Generator().manual_seed(21)
@@ -130,18 +130,18 @@ def _other_lengths(device: torch.device) -> list[int]:
 
 
 def lengths_of_steps(device: torch.device) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """(cached, new) tokens of the requests of each step of a causal model, for whoever prepares them."""
+    """(cached, new) tokens of each request in each step of a causal model, for compiling ahead."""
     run = steps_of([range(n) for n in LENGTHS], True, [range(n) for n in _other_lengths(device)])
     return tuple(tuple((part.start, part.end - part.start) for part in step.parts) for step in run)
 
 
 class Steps:
-    """Runs steps of the prompts in turn on a pool of its own, of which all that no request uses holds NaN.
+    """Runs steps of the prompts in order on a pool of its own; everything unused there is NaN.
 
     Args:
-        layers: of the pool.
-        kv_dtype: of the pool.
-        others: requests whose logits nobody asks for; `Part.prompt` counts them behind the prompts.
+        layers: the pool's.
+        kv_dtype: the pool's.
+        others: requests without wanted logits; `Part.prompt` counts them after the prompts.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Steps:
         self.states = runner_of(recurrent, len(prompts), self.device)
 
     def context(self, step: Step) -> ForwardContext:
-        """Its batch wants the logits of every token of the prompts."""
+        """The context of a batch with logits for every token of the prompts."""
         requests = [
             BatchRequest(
                 self.prompts[p.prompt][p.start : p.end].tolist(), self.tables[p.prompt], p.start,
@@ -179,9 +179,9 @@ class Steps:
 
 
 def rare_ids(tables: Iterable[Tensor], num_ids: int) -> list[int]:
-    """Ids that a model treats otherwise than nearly all others, by a table of its own: random prompts would miss them.
+    """Ids for which one of the model's own tables has an unusual row: random prompts would miss them.
 
-    Those whose row in some table [ids, few numbers] is none that most ids have, at most `MOST_RARE` of them."""
+    That is, a row unlike that of most ids in a table [ids, few numbers]; at most `MOST_RARE` ids."""
     found: dict[int, None] = {}
     for table in tables:
         if table.dim() == 0 or not FEWEST <= num_ids <= table.shape[0] or table.numel() > NARROW * table.shape[0] or table.is_complex():
@@ -196,7 +196,7 @@ def rare_ids(tables: Iterable[Tensor], num_ids: int) -> list[int]:
 
 
 def with_rare_ids(prompts: Sequence[Tensor], rare: Sequence[int]) -> list[Tensor]:
-    """The prompts with such ids in them: first in a prompt, first in its second half, and on the way."""
+    """The prompts with rare ids inserted: first in a prompt, first in its second half, and in between."""
     if not rare:
         return list(prompts)
     changed = [prompt.clone() for prompt in prompts]

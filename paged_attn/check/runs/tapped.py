@@ -21,23 +21,23 @@ _NOT_IN_WIDE = (RuntimeError, TypeError, NotImplementedError)  # raised by torch
 
 
 def unchanged(_: object, value: Tensor) -> Tensor:
-    """Visits, and replaces nothing."""
+    """A visit that replaces nothing."""
     return value
 
 
 def wider(narrow: torch.dtype) -> torch.dtype:
-    """In which a model of this floating type is run to see what it would compute if it did not round."""
+    """The dtype in which a model of this floating-point dtype is run to see what it would compute without rounding."""
     return torch.float32 if narrow.itemsize < 4 else torch.float64
 
 
 @dataclass(frozen=True)
 class Taps:
-    """Which values of a graph to look at.
+    """The values of a graph to visit.
 
     Attributes:
-        names: of their nodes. Of an op that writes into an argument, that argument is the value.
-        late: by node, those that are looked at just before that node is computed, as something writes to them until then.
-        inner: by name, the nodes that read it as it was computed, whatever replaces it for all others.
+        names: of their nodes. If an op writes into an argument, that argument is the value.
+        late: by node, values that are visited just before that node is computed, since they are written in place until then.
+        inner: by name, the nodes that read the value as it was computed, whatever replaces it for all others.
     """
 
     names: Collection[str]
@@ -46,7 +46,7 @@ class Taps:
 
 
 class TappedRun(fx.Interpreter):
-    """`run(*inputs)` as the graph computes it, but what `visit(name, value)` returns goes on in place of each tapped value."""
+    """`run(*inputs)`, with each tapped value replaced by the result of `visit(name, value)`."""
 
     def __init__(self, gm: fx.GraphModule, taps: Taps, visit: Visit) -> None:
         super().__init__(gm)
@@ -83,7 +83,7 @@ class TappedRun(fx.Interpreter):
         return getattr(self, n.op)(n.target, args, kwargs)
 
     def given(self, node: fx.Node, n: fx.Node) -> Any:
-        """What an input of a node is for that node."""
+        """The value of an input `node` as `n` reads it."""
         is_inner = node.name in self._computed and n.name in self._inner[node.name]
         return self._computed[node.name] if is_inner else self.env[node]
 
@@ -92,15 +92,15 @@ class TappedRun(fx.Interpreter):
 
 
 class WideRun(TappedRun):
-    """The same in float32 for 16-bit floats, and in float64 for float32: what the graph would compute if it did not round.
+    """The graph in float32 for 16-bit floats, and in float64 for float32: what it would compute without rounding.
 
-    An operation that has no such form (a quantised product, a fused kernel, a third-party op) computes as it is.
+    An operation without such a form (a quantised product, a fused kernel, a third-party op) computes as usual.
 
     Args:
-        narrow: the model's own floating type.
+        narrow: the model's own floating-point dtype.
 
     Attributes:
-        computed_as_it_is: the operations that have no such form, by name, once `run` has ended.
+        computed_as_it_is: after `run`, the names of the operations without such a form.
     """
 
     def __init__(self, gm: fx.GraphModule, taps: Taps, visit: Visit, narrow: torch.dtype) -> None:
@@ -110,7 +110,7 @@ class WideRun(TappedRun):
         self.computed_as_it_is: set[str] = set()
 
     def evaluate(self, nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], result: fx.Node) -> Any:
-        """`passes.fx.slicing.evaluate` in wider numbers; what something writes to is copied first."""
+        """`passes.fx.slicing.evaluate` in wider numbers; tensors that are written in place are copied first."""
         written = writers_of(nodes)
         self.env = {node: value.clone() if node in written and isinstance(value, Tensor) else value for node, value in given.items()}
         with torch.no_grad():
@@ -131,7 +131,7 @@ class WideRun(TappedRun):
             try:
                 return call(target, *given)
             except _NOT_IN_WIDE:
-                pass  # computed as it is, below
+                pass  # computed in its own dtype below
         narrowed: dict[int, tuple[Tensor, Tensor]] = {}
         result = call(n.target, *fx.node.map_aggregate((args, kwargs), self._as_traced(n, narrowed)))
         for tensor, copied in narrowed.values():
@@ -159,7 +159,7 @@ class WideRun(TappedRun):
         return value
 
     def _as_traced(self, n: fx.Node, narrowed: dict[int, tuple[Tensor, Tensor]]) -> Callable[[Any], Any]:
-        """Gives tensors that were widened on the way the type back that they had in the trace; where that is not known, the model's own.
+        """A function that converts widened tensors back to their traced dtype or, if that is unknown, the model's.
 
         `narrowed` gets each of them with its copy.
         """
@@ -179,14 +179,14 @@ class WideRun(TappedRun):
 
 
 def with_strides_of(value: Tensor, changed: Tensor) -> Tensor:
-    """`changed` laid out as `value` is: what comes next may be compiled for its strides. Where a value repeats its memory, as it is."""
+    """`changed` with the strides of `value`, which later code may be compiled for; unchanged if elements of `value` share memory."""
     if changed is value or changed.stride() == value.stride() or _repeats(value):
         return changed
     return torch.empty_strided(value.shape, value.stride(), dtype=changed.dtype, device=changed.device).copy_(changed)
 
 
 def _repeats(value: Tensor) -> bool:
-    """Whether two of its elements may be one in memory."""
+    """Whether two of its elements may share memory."""
     reach = 0  # largest offset reached by the dims so far
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -196,7 +196,7 @@ def _repeats(value: Tensor) -> bool:
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
-    """The tensors that an op without a result writes, in the order of its arguments; none for any other node."""
+    """The tensors that an op without a result writes, in the order of its arguments; empty for any other node."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.returns:
         return []
     written = [
@@ -208,7 +208,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def is_in_flight(node: fx.Node) -> bool:
-    """Whether it begins a collective: nothing but `wait_tensor` may read its result, and that knows this one tensor, and no copy."""
+    """Whether it starts a collective: its result may only be read by `wait_tensor`, which does not accept a copy of it."""
     names = [overload._schema.name for overload in overloads_of(node.target)[:1]]
     return any(name.startswith("_c10d_functional::") and name != "_c10d_functional::wait_tensor" for name in names)
 
@@ -220,5 +220,5 @@ def _namespace(target: Any) -> str:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a value, through lists, tuples and dicts of any depth."""
+    """The tensors in a value, inside lists, tuples and dicts of any depth."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

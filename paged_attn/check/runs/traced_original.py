@@ -28,8 +28,8 @@ class TracedOriginal(Original):
     """Runs the traced graph.
 
     Args:
-        inputs: with the model's tensors bound.
-        boundaries: the values that are handed to `visit`.
+        inputs: bound to the model's tensors.
+        boundaries: the values passed to `visit`.
     """
 
     def __init__(self, compiled: RewrittenGraph, inputs: GraphInputs, boundaries: Boundaries) -> None:
@@ -42,8 +42,8 @@ class TracedOriginal(Original):
         self.computed_as_it_is = set()
 
     def run(self, prompt: Tensor, visit: Visit, how: HowToRun = AS_IT_IS) -> Tensor:
-        """A prompt shorter than what the trace holds for is followed by copies of its last token, whose logits are left out; `visit` is
-        given their rows, too."""
+        """A prompt shorter than the trace allows is padded with copies of its last token. Their logits are dropped, but `visit` gets their
+        rows too."""
         count = len(prompt)
         padded = torch.cat([prompt, prompt[-1:].expand(self.padded_length(count) - count)])
         rows = torch.arange(len(padded), device=prompt.device)
@@ -59,7 +59,7 @@ class TracedOriginal(Original):
             run = ChosenRun(self.gm, self.taps, visit, how.choices)
         else:
             run = TappedRun(self.gm, self.taps, visit)
-        # Recurrent layers are ops of this graph, too, and need a state to write.
+        # Recurrent layers are ops of this graph too, and need a state to write.
         recurrent = runner_of(self.recurrent, 1, prompt.device, TokenByToken if how.token_by_token else RecurrentRunner)
         batch = Batch.build([BatchRequest(padded.tolist(), [1], 0, len(padded), 1)], len(padded), prompt.device)
         with without_attention(batch, self.narrow, recurrent), must_run("the traced graph", f"{len(padded)} tokens"):
@@ -69,7 +69,7 @@ class TracedOriginal(Original):
         return logits
 
     def module_of(self, name: str) -> str:
-        """Where a node computes, for messages: `model.layers.1.mlp (add_3)`."""
+        """The module and name of a node, for messages: `model.layers.1.mlp (add_3)`."""
         path = (self._modules or modules_of(self.gm.graph, (name,))).get(name, "")
         return f"{path} ({name})" if path else name
 
@@ -77,8 +77,8 @@ class TracedOriginal(Original):
         return count if count >= self.min_tokens else self.min_tokens + count
 
     def attention(self, truth: Truth, layer: LayerReport, chosen: Tensor, _: dict[str, Tensor], wide: bool) -> Tensor | str:
-        """[T, heads, v_dim] of a layer's own operations, mask and all, on these rows [T] of the longest probe prompt as one
-        sequence, in wider numbers or as they are; or why that cannot be computed."""
+        """[T, heads, v_dim]: a layer's own operations, mask included, on these rows [T] of the longest probe prompt as one sequence, in
+        wider numbers or not; or why that cannot be computed."""
         name = layer.original_node
         if not layer.operands or not all(truth.has_rows(each.name) for each in layer.operands) or name not in truth.names:
             return "its operands are not rows of the graph"
@@ -96,12 +96,12 @@ class TracedOriginal(Original):
 
 
 def _inner_reads(graph: fx.Graph, boundaries: Boundaries) -> dict[str, frozenset[str]]:
-    """By boundary, the nodes that read it and are of the same piece: those that lead to one of its boundaries, and past no other. They go
-    on with the value as it was computed, and what is forced there begins at the next piece, as in what is served. A value that something
-    writes to has none, since two copies of it would be two.
+    """By boundary, its readers in the same piece: nodes that lead to a boundary of that piece without passing another one. As in the served
+    model, they read the value as it was computed; replaced values start at the next piece. A value that is written in place has none,
+    since it would become two copies.
 
-    What an op between pieces is given comes from a piece before it, also where it is not a boundary: the latents of an attention that is
-    served by them, say.
+    The operands of an op between pieces come from an earlier piece even if they are not boundaries, such as the latents of an attention
+    that is served by them.
     """
     stages, of_ops = boundaries.stages, {boundary.original for boundary in boundaries.written.values()}
     stage: dict[fx.Node, int] = {}

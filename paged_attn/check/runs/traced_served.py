@@ -19,12 +19,12 @@ from paged_attn.compiled.graph_inputs import GraphInputs, logits_of
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
 from paged_attn.passes.find.attention_site import modules_of
 
-# These look at a row alone, or supply the batch's positions.
+# These ops treat rows separately, or supply the batch's positions.
 _ROW_BY_ROW = ("paged_attn::batch_positions_with_output", "paged_attn::module_with_output")
 
 
 class TracedServed(Served):
-    """A rewritten graph as it is run: which pieces, over which pool, by which backend.
+    """A rewritten graph as it is served: its pieces, pool and backend.
 
     Args:
         split: by default the pieces that serve, compiled or not.
@@ -83,7 +83,7 @@ class TracedServed(Served):
         return [name for name, op in ops if op.startswith("paged_attn::") and op not in _ROW_BY_ROW]
 
     def _module(self, name: str, index: int) -> str:
-        """Where a result of a piece is computed, or else which attention is given it."""
+        """The module that computes a piece's result or, if unknown, the next attention."""
         boundary = self.boundaries.results.get((name, index))
         if boundary is not None:
             return self._modules.get(boundary.original, boundary.original)
@@ -93,14 +93,14 @@ class TracedServed(Served):
 
 
 class PiecewiseRun(fx.Interpreter):
-    """`run(*inputs)` calls the submodules of a split graph in order, compiled or not; what `visit` returns goes on in place of each value.
+    """`run(*inputs)` calls the submodules of a split graph in order, compiled or not; results of `visit` replace each value.
 
     Args:
-        skip: the breaks whose op is left out; what it would write is zero.
+        skip: breaks whose op is skipped; what it would write is zero.
 
     Attributes:
-        given: what every break was called with, by its name and the names of its inputs; of tensors no copies.
-        seen: every result of the pieces, by submodule and index, but for the empty tensors that an op writes later.
+        given: by name of a break, the values of its inputs; tensors are not copied.
+        seen: by (submodule, index), every result of the pieces except empty tensors that an op writes later.
     """
 
     def __init__(self, split: SplitGraph, boundaries: Boundaries, visit: VisitBoundary, skip: Collection[str] = ()) -> None:

@@ -12,20 +12,20 @@ from paged_attn.check.runs.served import AS_IT_IS, HowToRun, Original
 from paged_attn.tolerances import row_errors, row_lengths, typical
 
 LOGITS = "the logits"  # name of the graph's output in comparisons
-UNRELATED = 0.5  # more than what most rows are off by whatever rounding does; rows of other tokens are off by 1.4
+UNRELATED = 0.5  # rounding never moves most rows this far; rows of different tokens are 1.4 apart
 
 
 class Truth:
-    """Runs the original graph on each prompt alone and keeps, for every boundary and whatever else it taps, a row for each token.
+    """Runs the original graph on each prompt alone and keeps one row per token for every boundary and other tapped value.
 
     Attributes:
         prompts: [T] int64 each.
-        others: requests that run beside them in what is served; nothing is known of them.
+        others: requests that run beside them in the served model; their values are not kept.
         logits: [T, vocabulary] of each prompt.
-        names: the boundaries' nodes that have one row for each token: one axis of length T, whatever the prompt; and LOGITS.
+        names: boundaries' nodes with one row per token (one axis of length T for every prompt), and LOGITS.
         usual: by name, the usual length of such a row.
 
-    Values without such an axis (a number, a mask of tokens against tokens) are neither compared nor replaced; nor are those of
+    Values without such an axis (a number, a mask of tokens against tokens) are neither compared nor replaced; nor are those found by
     `forget_other_orders`.
     """
 
@@ -62,8 +62,8 @@ class Truth:
         self.usual = {name: typical(torch.cat([row_lengths(rows[name]) for rows in self._rows])) for name in self._axes}
 
     def forget_other_orders(self, original: Original, prompt: int, count: int) -> None:
-        """Leave out what has as many rows as tokens and in another order, such as tokens sorted by their experts: its first `count` rows
-        are others in a run of so many tokens, while the logits are the same."""
+        """Excludes values with one row per token in another order, such as tokens sorted by expert: in a run of `count` tokens their first
+        `count` rows differ, while the logits are the same."""
         errors: dict[str, float] = {}
 
         def compare(name: str, value: Tensor) -> Tensor:
@@ -86,47 +86,47 @@ class Truth:
         return self._rows[prompt][name]
 
     def written(self, prompt: int, name: str) -> Tensor:
-        """The same as the paged op writes it: attention [T, heads, v_dim]."""
+        """[T, ...] as the paged op writes it: attention [T, heads, v_dim]."""
         return self._written[prompt].get(name, self._rows[prompt][name])
 
     def served(self, prompt: int, name: str, boundary: Boundary | None) -> Tensor:
-        """Rows as what is served has them at a boundary; None for the logits."""
+        """[T, ...] in the layout of the served model at a boundary; None: the logits."""
         rows = self.written(prompt, name)
         return rows if boundary is None or boundary.operand is None else boundary.operand.of(rows)
 
     def rows_of(self, name: str, value: Tensor) -> Tensor:
-        """A value of any run with its rows first: a view."""
+        """A value of any run with the axis of rows first; a view."""
         return value.movedim(self._axes[name], 0)
 
     def written_of(self, name: str, value: Tensor) -> Tensor:
-        """A value of any run of the original as the paged op writes it: a view, or a copy."""
+        """A value of any run of the original in the paged op's layout; a view or a copy."""
         return self._attention[name].as_written(value) if name in self._attention else self.rows_of(name, value)
 
     def with_rows(self, name: str, value: Tensor, rows: Tensor, at: Tensor | None = None) -> Tensor:
-        """A copy of a value, laid out like it, whose rows `at` [N], by default the first ones, are these."""
+        """A copy of a value with the rows `at` [N], by default the first ones, replaced by `rows`."""
         copied = value.clone()
         self.rows_of(name, copied)[slice(len(rows)) if at is None else at] = rows.to(value.dtype)
         return copied
 
     def laid_out(self, name: str, rows: Tensor) -> Tensor:
-        """Rows [N, ...] of a name, as a value of the original on N tokens is laid out."""
+        """Rows [N, ...] in the layout of the original's value for N tokens."""
         return rows.movedim(0, self._axes[name])
 
 
 class OtherRun:
-    """Another run of the original, of which the first rows should be what they are in truth: keeps how far they are off, and lets the run
-    go on from the truth, so that no error adds to an earlier one.
+    """Another run of the original whose first rows should equal the truth: keeps their errors, and continues from the truth, so that errors
+    do not add up.
 
     Args:
-        prompt: the index of the one whose truth it is.
-        how: of `Original.run`; with `perturbed` the run goes on from the truth with its numbers moved so, too.
-        tokens: what is run, by default that prompt.
-        count: of the rows that are compared, by default all.
+        prompt: index of the prompt whose truth it is.
+        how: see `Original.run`; with `perturbed`, the run continues from the perturbed truth.
+        tokens: the tokens to run, by default that prompt.
+        count: number of rows to compare, by default all.
 
     Attributes:
         errors: by name, of each row [count].
-        rows: by name, as `Truth.written`.
-        chosen_before: by name, how many choices a perturbed run had made when it came there.
+        rows: by name, as in `Truth.written`.
+        chosen_before: by name, the number of choices made before it in a perturbed run.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class OtherRun:
 
 
 def _row_axis(values: Sequence[Tensor], lengths: Sequence[int]) -> int | None:
-    """The one axis that is as long as each prompt, where the others do not depend on it."""
+    """The one axis that has each prompt's length, if all other axes are the same for every prompt."""
     if len({value.dim() for value in values}) != 1 or len(set(lengths)) < 2:
         return None
     axes = [axis for axis in range(values[0].dim()) if [value.shape[axis] for value in values] == list(lengths)]
