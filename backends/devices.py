@@ -11,12 +11,12 @@ import torch
 
 
 def default_device() -> torch.device:
-    """The GPU, if there is one."""
+    """The GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def checked_device(device: torch.device | str | None) -> torch.device:
-    """None is `default_device()`. Raises ValueError: not cpu or cuda, or not on this machine."""
+    """The device; None: `default_device()`. Raises ValueError: it is not cpu or cuda, or not on this machine."""
     if device is None:
         return default_device()
     try:
@@ -32,7 +32,7 @@ def checked_device(device: torch.device | str | None) -> torch.device:
 
 
 def device_word(device: torch.device) -> str:
-    """ "cuda"; "hip" for the same under ROCm; "cpu-amx" for a CPU with AMX; else the device's type."""
+    """ "cuda"; "hip" for a GPU under ROCm; "cpu-amx" for a CPU with AMX; else the device's type."""
     if device.type == "cuda" and torch.version.hip is not None:
         return "hip"
     if device.type == "cpu" and torch.cpu._is_amx_tile_supported():
@@ -41,7 +41,7 @@ def device_word(device: torch.device) -> str:
 
 
 def architecture_of(device: torch.device) -> int | None:
-    """90 for SM90, None off CUDA."""
+    """90 for SM90; None for devices other than CUDA's."""
     if device_word(device) != "cuda":
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -61,7 +61,7 @@ def memory_of(device: torch.device) -> int:
 
 
 def devices_here() -> dict[str, list[int]]:
-    """The words of all devices of this machine; of CUDA devices with their architectures."""
+    """The words of all devices of this machine, with the architectures of CUDA devices."""
     found: dict[str, list[int]] = {device_word(torch.device("cpu")): []}
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         device = torch.device("cuda", index)
@@ -76,5 +76,5 @@ def devices_here() -> dict[str, list[int]]:
 
 @cache
 def has_triton() -> bool:
-    """Whether kernels of our own can be compiled."""
+    """Whether our own kernels can be compiled."""
     return importlib.util.find_spec("triton") is not None

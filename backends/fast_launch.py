@@ -21,8 +21,8 @@ Argument = Tensor | int | float
 class FastKernel:
     """Wraps a @triton.jit function.
 
-    The key of a call must hold all that Triton specialises on and that may differ between calls: constants, options, dtypes, and integers
-    of which Triton asks whether they are 1 or multiples of 16. (Whether addresses are multiples of 16 is looked at here.)
+    A call's key must contain everything that Triton specialises on and that may differ between calls: constants, options, dtypes, and
+    whether integers are 1 or multiples of 16. (Whether addresses are multiples of 16 is checked here.)
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -33,7 +33,7 @@ class FastKernel:
         self, key: Hashable, grid: tuple[int, int], arguments: tuple[Argument, ...], constants: dict[str, Any], options: dict[str, Any],
         device: int,
     ) -> None:  # fmt: skip
-        """Arguments in the kernel's order, constants (which come last there) by name; `device` is the CUDA device's index."""
+        """Arguments in the kernel's order; constants, the kernel's last parameters, by name; `device` is the CUDA device's index."""
         if is_compiling_ahead():
             self._launch(grid, arguments, constants, options)
             return
@@ -41,7 +41,7 @@ class FastKernel:
             with torch.cuda.device(device):
                 self(key, grid, arguments, constants, options, device)
             return
-        plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]  # a tensor costs the launcher a driver call
+        plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]  # for a tensor, the launcher would call the driver
         joined = 0
         for argument, number in zip(arguments, plain, strict=True):
             if isinstance(argument, Tensor):
@@ -52,7 +52,7 @@ class FastKernel:
         known = self._compiled.get(full := (key, device, odd))
         if known is None:
             compiled = self._launch(grid, arguments, constants, options)
-            if isinstance(compiled, CompiledKernel):  # not so in the interpreter
+            if isinstance(compiled, CompiledKernel):  # not in the interpreter
                 self._compiled[full] = compiled, tuple(constants[name] for name in self.kernel.arg_names[len(arguments) :])
             return
         compiled, values = known
@@ -60,12 +60,12 @@ class FastKernel:
         compiled.run(*grid, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *plain, *values)
 
     def _launch(self, grid: tuple[int, int], arguments: tuple[Argument, ...], constants: dict[str, Any], options: dict[str, Any]) -> Any:
-        taken = {name: value for name, value in options.items() if value or name != "launch_pdl"}  # ROCm's compiler has none
+        taken = {name: value for name, value in options.items() if value or name != "launch_pdl"}  # unknown to ROCm's compiler
         return launch(self.kernel, grid, *arguments, **constants, **taken)
 
 
 def device_index(device: torch.device) -> int:
-    """The index of a CUDA device, also of the one that has none written; -1 on the CPU, where the interpreter runs."""
+    """The index of a CUDA device, the current one if it has none; -1 on the CPU, where the interpreter runs."""
     if device.type != "cuda":
         return -1
     return device.index if device.index is not None else torch.cuda.current_device()

@@ -15,17 +15,16 @@ GLUON_VERSIONS = ("3.6", "3.7")  # Triton versions for which the Hopper kernels 
 
 @dataclass(frozen=True)
 class Machine:
-    """What launches depend on.
+    """The properties of a GPU that launches depend on.
 
     Attributes:
-        multiprocessors: of the GPU.
-        hopper: whether the kernels for Hopper run there: compute capability 9.0 and a Triton that they are written for.
-        early: whether kernels may be launched before the one in front has ended: compute capability 9.0 or more; measured on 9.0 only.
-        l2_bytes: of its L2 cache; 0: not known.
-        shared_bytes: of shared memory that a program may have, which is what blocks have to fit: 227 KiB on Hopper, 163 on an A100, 99 on
-            GPUs for games; 0: not known.
-        sm90_or_newer: compute capability 9.0 or more, whatever Triton is there and however kernels are launched.
-        blackwell: compute capability 10.x, where Triton has sums of products of 64 rows or more in tensor memory.
+        multiprocessors: their number.
+        hopper: whether the kernels for Hopper run: compute capability 9.0, and a Triton version that they are written for.
+        early: whether kernels may be launched before their predecessor has ended: compute capability 9.0 or more, measured only on 9.0.
+        l2_bytes: size of the L2 cache; 0: unknown.
+        shared_bytes: shared memory per program, a limit for blocks: 227 KiB on Hopper, 163 on an A100, 99 on gaming GPUs; 0: not known.
+        sm90_or_newer: compute capability 9.0 or more, whatever the Triton version.
+        blackwell: compute capability 10.x, where Triton accumulates products of 64 rows or more in tensor memory.
     """
 
     multiprocessors: int
@@ -39,10 +38,10 @@ class Machine:
 
 @cache
 def machine_of(device: torch.device) -> Machine:
-    """In Triton's interpreter, on the CPU, there are as many multiprocessors as make small tests cut their items."""
+    """The machine of a device. On the CPU (Triton's interpreter), few multiprocessors, so that small tests split their work."""
     if device.type != "cuda":
         return Machine(3, hopper=False, early=False)
-    capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)  # ROCm's are numbers of another kind
+    capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)  # ROCm's numbers mean something else
     hopper = capability == (9, 0)
     if hopper and not (known := triton.__version__.startswith(GLUON_VERSIONS)):
         logger.warning(
@@ -52,7 +51,7 @@ def machine_of(device: torch.device) -> Machine:
         hopper = known
     sm90_or_newer = capability >= (9, 0)
     properties = torch.cuda.get_device_properties(device)
-    shared_bytes = getattr(properties, "shared_memory_per_block_optin", 0)  # torch does not have it for every GPU
+    shared_bytes = getattr(properties, "shared_memory_per_block_optin", 0)  # missing in torch for some GPUs
     return Machine(
         properties.multi_processor_count, hopper, early=sm90_or_newer, l2_bytes=properties.L2_cache_size, shared_bytes=shared_bytes,
         sm90_or_newer=sm90_or_newer, blackwell=capability[0] == 10,
@@ -60,11 +59,11 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def early_start(device: torch.device, wanted: bool = True) -> dict[str, bool]:
-    """EARLY of a kernel that may be launched before the one in front has ended, with Triton's option for it, which not every GPU's
+    """EARLY for a kernel that may be launched before its predecessor has ended, with Triton's launch option for it, which not every GPU's
     compiler knows."""
     return {"EARLY": True, "launch_pdl": True} if wanted and machine_of(device).early else {"EARLY": False}
 
 
 def power_of_2(size: int) -> int:
-    """The least power of two that is not below `size`."""
+    """The smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()

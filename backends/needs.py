@@ -24,7 +24,7 @@ class Requirement:
 
 @contextmanager
 def importing(backend: str, what: str, requirement: Requirement) -> Iterator[None]:
-    """Around imports from an optional package: what it lacks is an ImportError with `what` the backend needs, and the install line."""
+    """Turns failures of imports from an optional package into an ImportError that names what is needed and the install line."""
     try:
         yield
     except (ImportError, AttributeError) as error:
@@ -38,14 +38,14 @@ SGL_KERNEL = Requirement("sgl_kernel", "0.4.2", install_line("sgl"))
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Where a backend runs, and with what.
+    """Where a backend runs, and what it needs.
 
     Attributes:
-        devices: words of `device_word`: "cpu", "cuda", "hip", "npu", "xpu"; "cpu-amx" is a CPU with AMX, and "cpu" holds for it too.
-        dtypes: of what is computed.
-        architectures: of CUDA devices, 90 for SM90; empty means any.
+        devices: words of `device_word`: "cpu", "cuda", "hip", "npu", "xpu"; "cpu-amx" is a CPU with AMX, which "cpu" includes.
+        dtypes: of the operands.
+        architectures: of CUDA devices, 90 for SM90; empty: any.
         requirements: packages that are not always installed.
-        note: what else a reader of tables should know.
+        note: a remark for tables.
     """
 
     devices: frozenset[str]
@@ -55,12 +55,12 @@ class Needs:
     note: str = ""
 
     def runs_on(self, device: str) -> bool:
-        """Whether it runs on the device with that word, architectures apart."""
+        """Whether it runs on the device with that word, apart from architectures."""
         return device in self.devices or device.partition("-")[0] in self.devices
 
 
 def wrong_device(needs: Needs, device: str, architecture: int | None) -> str:
-    """Why it cannot run on a device, or an empty text."""
+    """Why it cannot run on a device, or ""."""
     if not needs.runs_on(device):
         return f"runs on {names_of(needs.devices) or 'no device'}, not on {device}"
     if needs.architectures and architecture not in needs.architectures:
@@ -69,7 +69,7 @@ def wrong_device(needs: Needs, device: str, architecture: int | None) -> str:
 
 
 def unmet_needs(needs: Needs, dtype: torch.dtype, device: str, architecture: int | None) -> list[str]:
-    """Every reason why it cannot compute such rows there, packages apart; empty if it can."""
+    """Every reason why it cannot run there with this dtype, apart from packages; empty if it can."""
     reasons = [wrong] if (wrong := wrong_device(needs, device, architecture)) else []
     if dtype not in needs.dtypes:
         reasons.append(f"dtype {short_dtype(dtype)} is not among {names_of(map(short_dtype, needs.dtypes))}")
@@ -87,5 +87,5 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def names_of(values: Iterable[str]) -> str:
-    """Sorted, with commas."""
+    """Sorted and separated by commas."""
     return ", ".join(sorted(values))

@@ -10,7 +10,7 @@ Given = TypeVar("Given", Tensor, Tensor | None)
 
 
 def unit_last(tensor: Given) -> Given:
-    """The same numbers with stride 1 in the last dimension: the tensor itself, or a copy of a view such as a column; None stays None."""
+    """The tensor with stride 1 in its last dimension: itself, or a copy if it is a view such as a column; None stays None."""
     return tensor if tensor is None or is_unit_last(tensor) else tensor.contiguous()
 
 

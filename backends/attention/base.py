@@ -122,7 +122,7 @@ class AttentionBackend(ABC):
         self, plan: Any, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
         *, save_kv_cache: bool, sinks: Tensor | None = None, bias: Tensor | None = None, lse_out: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Store K and V if `save_kv_cache`, attend with the kernel for the batch's mode, and zero the padded rows."""
+        """Stores K and V if `save_kv_cache`, attends with the kernel for the batch's mode, and zeroes the padded rows."""
         call = AttentionCall(layer_id, spec, query, key, value, output, sinks, lse_out, bias)
         batch: Batch = plan.batch
         if save_kv_cache:
@@ -134,26 +134,26 @@ class AttentionBackend(ABC):
         zero_padding(batch, output, lse_out)
 
     def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether `forward` runs prompts of latent layers with keys and values computed from the rows, instead of PyTorch's attention. The
+        """Whether `forward` runs prompts of latent layers with keys and values computed from the rows, in place of PyTorch's attention. The
         layers have `spec`, or a spec that is not causal, with log-sum-exps, and the pool has pages of one token."""
         return False
 
     def forward_latent(self, context: ForwardContext, call: LatentCall) -> None:
-        """Run a latent layer, for backends with Feature.MLA. `forward` then gets one KV head of rows, whose values are the first
+        """Runs a latent layer, for backends with Feature.MLA. `forward` then gets one KV head of rows, whose values are the first
         `spec.rank` elements of their keys, also in the pool. Batch-invariant backends attend only to rows."""
         attend_to_latents(self, context, call, always_absorbed=self.deterministic)
 
     @abstractmethod
     def write_kv(self, plan: Any, call: AttentionCall) -> None:
-        """Store the real rows of this step's K and V in their slots."""
+        """Stores the real rows of this step's K and V in their slots."""
 
     @abstractmethod
     def forward_extend(self, plan: Any, call: AttentionCall) -> None:
-        """Attend for every real row of a batch in any mode but DECODE; requests with one new token may be among the others."""
+        """Attends for every real row of a batch in any mode but DECODE; requests with one new token may be among the others."""
 
     @abstractmethod
     def forward_decode(self, plan: Any, call: AttentionCall) -> None:
-        """Attend for every real row of a batch in which each request has one new token and a cached context."""
+        """Attends for every real row of a batch in which each request has one new token and a cached context."""
 
 
 class StoringBackend(AttentionBackend):
@@ -167,7 +167,7 @@ class StoringBackend(AttentionBackend):
 
 
 def zero_padding(batch: Batch, output: Tensor, lse_out: Tensor | None) -> None:
-    """Zero the rows past the real tokens: padding never carries NaN."""
+    """Zeroes the rows past the real tokens, so that padding never carries NaN."""
     if batch.num_tokens < batch.num_rows:
         output[batch.num_tokens :].zero_()
         if lse_out is not None:

@@ -31,8 +31,8 @@ class GroupedBackend(AttentionBackend):
     """Base of the classes that `by_group` makes.
 
     Args:
-        children: one for each group, which may be the same.
-        indices: by layer its group, and its index in it.
+        children: one for each group; may be the same object.
+        indices: layer -> (its group, its index in the group).
     """
 
     def __init__(self, children: Sequence[AttentionBackend], indices: dict[int, tuple[int, int]]) -> None:
@@ -62,7 +62,7 @@ class GroupedBackend(AttentionBackend):
             child.refresh(each, batch.of_group(index))
 
     def graph_lengths(self, requests: int, max_context: int, pool: KVPool) -> tuple[int, ...]:
-        """As for all layers in one table: what follows from lengths holds for every group."""
+        """As for layers in one table: the lengths are the same in every group."""
         return self.children[0].graph_lengths(requests, max_context, pool)
 
     def graph_variant(self, batch: Batch, pool: KVPool) -> int:
@@ -76,13 +76,13 @@ class GroupedBackend(AttentionBackend):
         raise AssertionError("models with latents have no groups of layers")
 
     def _of_group(self, plan: GroupPlan, call: AttentionCall) -> None:
-        raise AssertionError("the group's own backend is asked: `forward` is its `forward`")
+        raise AssertionError("`forward` calls the `forward` of the group's own backend, so these are never called")
 
     write_kv = forward_extend = forward_decode = _of_group
 
 
 def by_group(backend: AttentionBackend, pool: KVPool) -> AttentionBackend:
-    """The backend for steps of a pool: as it is where all layers have one page table."""
+    """The backend for steps of a pool; unchanged if all layers have one page table."""
     if len(pool.groups) < 2:
         return backend
 
@@ -95,7 +95,7 @@ def by_group(backend: AttentionBackend, pool: KVPool) -> AttentionBackend:
 
 
 def without_groups(pool: KVPool, backend: AttentionBackend, num_pages: int) -> tuple[KVPool, AttentionBackend]:
-    """For checks on a few pages: pool and backend as they are, or, of a pool with groups, a small one whose layers share a table."""
+    """For checks on a few pages: pool and backend unchanged or, for a pool with groups, a small one whose layers share a table."""
     if not isinstance(backend, GroupedBackend):
         return pool, backend
     return KVPool(pool.layers, num_pages, pool.page_size, pool.dtype, pool.device), backend.children[0]

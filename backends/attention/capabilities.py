@@ -66,7 +66,7 @@ class OneOf(frozenset[int]):
 
 @dataclass(frozen=True)
 class Both:
-    """The integers that two sets share: those of a backend made of two."""
+    """The integers in two sets, for a backend made of two."""
 
     first: Sizes
     second: Sizes
@@ -80,22 +80,22 @@ class Both:
 
 Sizes: TypeAlias = Span | OneOf | Both
 ANY_SIZE = Span(1, 1 << 30)
-LATENTS_ONLY = OneOf(())  # `head_dims` of kernels that attend to rows of latents, and to nothing else
+LATENTS_ONLY = OneOf(())  # `head_dims` of kernels that attend only to rows of latents
 NO_LATENTS = "runs layers of latents only"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities(Needs):
-    """Everything that `unmet` needs to know of an attention backend.
+    """Everything that `unmet` needs to know about an attention backend.
 
     Attributes:
-        head_dims: both of q, k and of v. Layers whose two differ need Feature.UNEQUAL_DIMS, or their pair in `dim_pairs`.
-        latent_dims: ranks, and widths of the rotated part, of layers of latents (Feature.MLA), whose rows are wider than heads are; None:
-            `head_dims` and what follows them hold for those, too. That keys are wider than values is then no UNEQUAL_DIMS.
-        dim_pairs: the (qk, v) head dims that differ and run, for kernels that take a few such pairs only; they need not be in `head_dims`.
-        phases: "extend" and "decode", or the one of them that the backend serves (see `HybridBackend`).
-        graphs: what a captured graph may hold, per phase.
-        conflicts: features of which it runs each, but not together.
+        head_dims: both of q, k and of v. Layers in which these differ need Feature.UNEQUAL_DIMS, or their pair in `dim_pairs`.
+        latent_dims: ranks, and widths of the rotated part, of latent layers (Feature.MLA), whose rows are wider than heads. Their keys may
+            be wider than values without UNEQUAL_DIMS. None: `head_dims` and the other limits hold for latent layers too.
+        dim_pairs: supported (qk, v) head dims that differ, for kernels with only a few such pairs; they need not be in `head_dims`.
+        phases: "extend" and "decode", or the one that the backend serves (see `HybridBackend`).
+        graphs: which steps a captured graph may contain, per phase.
+        conflicts: features that it supports separately but not together.
     """
 
     kv_dtypes: frozenset[torch.dtype]
@@ -116,12 +116,12 @@ class Capabilities(Needs):
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer on one device: what a backend is asked to run.
+    """One layer on one device, which a backend is asked to run.
 
     Attributes:
-        device: as in `Capabilities.devices`; architecture: 90 for SM90, None off CUDA.
-        extra: features that are asked for besides those of the layer, such as DETERMINISTIC.
-        phases: those that the backend is to serve.
+        device: as in `Capabilities.devices`; architecture: 90 for SM90, None for devices other than CUDA's.
+        extra: features required besides those of the layer, such as DETERMINISTIC.
+        phases: those that the backend must serve.
     """
 
     spec: AttentionSpec
@@ -156,7 +156,7 @@ class Problem:
 def unmet(capabilities: Capabilities, problem: Problem) -> list[str]:
     """Every reason why a backend with these capabilities cannot run this problem, each with the value; empty if it can.
 
-    Packages are not looked at: see `packages.unmet_requirement`.
+    Packages are not checked: see `packages.unmet_requirement`.
     """
     spec, features = problem.spec, problem.features
     reasons = list(filter(None, [wrong_device(capabilities, problem.device, problem.architecture)]))

@@ -37,9 +37,9 @@ SMALLEST_KEY_BLOCK = 64
 
 @dataclass(slots=True)
 class Layer:
-    """The arguments of the op that a layer fixes: K and V, and `settings`, from the scale to sm_margin.
+    """The arguments of the op that a layer determines: K, V, and `settings`, from the scale to sm_margin.
 
-    `rank`: so many of a query's first elements meet V, and the others K; 0 but for latents.
+    `rank`: the first `rank` elements of a query are multiplied with V, the others with K; 0 except for latents.
     """
 
     key: Tensor
@@ -83,7 +83,7 @@ class FA3Backend(StoringBackend):
             import sgl_kernel.flash_attn  # noqa: F401 (it registers the op)
         self._forward = torch.ops.sgl_kernel.fwd.default
         self._layers: WeakKeyDictionary[KVPool, list[Layer]] = WeakKeyDictionary()
-        self._zeros: list[Tensor] = []  # the last is in use; captured graphs may hold the others
+        self._zeros: list[Tensor] = []  # the last is in use; captured graphs may still use the others
 
     def plan(self, batch: Batch, pool: KVPool) -> FA3Plan:
         layers = self._layers.get(pool)
@@ -97,7 +97,7 @@ class FA3Backend(StoringBackend):
         batch, layer, sinks = plan.batch, plan.layers[call.layer_id], call.sinks
         if not batch.num_requests:
             return
-        dtype = layer.key.dtype  # q's and the output's, too
+        dtype = layer.key.dtype  # also the dtype of q and the output
         in_place = kernel_takes(call.output, dtype)
         output = call.output if in_place else scratch_like(call.output, dtype)
         query, latent_query = for_kernel(call.query, dtype), None
@@ -126,7 +126,7 @@ class FA3Backend(StoringBackend):
         return Layer(pool.key(index)[..., rank:], pool.value(index), settings, rank)
 
     def _zeros_for(self, batch: Batch) -> Tensor:
-        """[R] int32 zeros. Not created in each step, because a captured graph keeps the address."""
+        """[R] int32 zeros; reused between steps, since a captured graph keeps the address."""
         if not self._zeros or self._zeros[-1].shape[0] < batch.num_requests or self._zeros[-1].device != batch.seq_lens.device:
             self._zeros.append(batch.seq_lens.new_zeros(max(256, 2 * batch.num_requests)))
         return self._zeros[-1][: batch.num_requests]

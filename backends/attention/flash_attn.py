@@ -25,7 +25,7 @@ from paged_attn.backends.needs import HALF, Requirement, importing
 
 @dataclass(slots=True)
 class Layer:
-    """K and V of a layer, its slopes [q_heads] float32 or None, and the keyword arguments that both functions take."""
+    """K and V of a layer, its slopes [q_heads] float32 or None, and keyword arguments of both functions."""
 
     key: Tensor
     value: Tensor
@@ -72,7 +72,7 @@ class FlashAttnBackend(StoringBackend):
         if layers is None:
             layers = self._layers[pool] = [_layer(pool, index, spec) for index, spec in enumerate(pool.layers)]
         longest_query = max(batch.query_lens_host, default=0)
-        # In decode the kernel takes the page table's width for the longest request, which a captured graph may keep.
+        # In decode the kernel takes the page table's width as the longest length, which a captured graph may keep.
         width = batch.page_table.shape[1] * pool.page_size
         longest = width if batch.mode is ForwardMode.DECODE else max(batch.seq_lens_host, default=0)
         return FlashAttnPlan(batch, pool, layers, longest_query, longest)
@@ -94,7 +94,7 @@ class FlashAttnBackend(StoringBackend):
         batch, layer = plan.batch, plan.layers[call.layer_id]
         if not batch.num_requests:
             return
-        query = for_kernel(call.query[: batch.num_tokens], layer.key.dtype)  # if all have one token, it wants as many rows as requests
+        query = for_kernel(call.query[: batch.num_tokens], layer.key.dtype)  # the kernel wants one row per request if all have one token
         output, lse, _ = self._varlen(
             query, layer.key, layer.value, batch.query_start, plan.key_starts, plan.longest_query, plan.longest,
             block_table=batch.page_table, return_attn_probs=True, **layer.settings,
@@ -125,7 +125,7 @@ def _layer(pool: KVPool, index: int, spec: AttentionSpec) -> Layer:
 
 
 def _log_sum_exp(plan: FlashAttnPlan, call: AttentionCall, lse: Tensor) -> Tensor:
-    """lse [rows, q_heads] as the kernel gives it -> that of the scores."""
+    """lse [rows, q_heads] as the kernel returns it -> log-sum-exp of the scores."""
     slopes, window = plan.layers[call.layer_id].slopes, call.spec.sliding_window
-    by_key = slopes is not None and (window is None or window - 1 >= plan.longest)  # a window as wide is dropped
+    by_key = slopes is not None and (window is None or window - 1 >= plan.longest)  # the kernel drops a window that wide
     return lse - slopes * plan.batch.positions[: plan.batch.num_tokens, None] if slopes is not None and by_key else lse

@@ -14,27 +14,27 @@ from paged_attn.backends.attention.base import AttentionCall
 
 
 def window_of(spec: AttentionSpec) -> tuple[int, int]:
-    """(left, right) as FlashAttention counts: keys i - left to i + right, -1 for no bound; our window holds i itself."""
+    """(left, right) in FlashAttention's terms: keys i - left to i + right, -1 without a bound; our window includes i itself."""
     return -1 if spec.sliding_window is None else spec.sliding_window - 1, 0 if spec.causal else -1
 
 
 def kernel_takes(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a kernel that moves 16 bytes at a time can use [rows, heads, dim] of 16-bit numbers where it lies."""
+    """Whether a kernel that moves 16 bytes at a time can use this [rows, heads, dim] of 16-bit numbers in place."""
     row, head, last = tensor.stride()
     return last == 1 and row % 8 == 0 and head % 8 == 0 and is_aligned(tensor) and tensor.dtype is dtype
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether it begins at a multiple of 16 bytes; of a fake one, which has no address, within its memory."""
+    """Whether it starts at a multiple of 16 bytes; a fake tensor, which has no address, within its memory."""
     address = tensor.storage_offset() * tensor.itemsize if isinstance(tensor, FakeTensor) else tensor.data_ptr()
     return address % 16 == 0
 
 
 def check_pool(pool: KVPool, backend: str) -> None:
-    """Once per pool: the kernels can load from each layer's pages, 16 bytes at a time. They do not check that themselves.
+    """Checks, once per pool, that kernels can load from each layer's pages 16 bytes at a time, since they do not check it themselves.
 
     Raises:
-        UnsupportedError: a layer of another kind, whose rows are not whole groups of 8, has shifted the layers after it.
+        UnsupportedError: a layer whose rows are not whole groups of 8 shifts the layers after it.
     """
     for index, spec in enumerate(pool.layers):
         for tensor in (pool.key(index), pool.value(index)) if spec.by_backend else ():
@@ -47,7 +47,7 @@ def check_pool(pool: KVPool, backend: str) -> None:
 
 
 def for_kernel(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor [rows, heads, dim] itself if the kernel takes it, else a contiguous copy."""
+    """The tensor [rows, heads, dim] if the kernel can use it, else a contiguous copy."""
     return tensor if kernel_takes(tensor, dtype) else scratch_like(tensor, dtype).copy_(tensor)
 
 
@@ -56,18 +56,18 @@ def scratch_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def key_starts(batch: Batch) -> Tensor:
-    """[R + 1] int32, the exclusive prefix sum of seq_lens; made on the device."""
+    """[R + 1] int32, the exclusive prefix sum of seq_lens, computed on the device."""
     starts = batch.seq_lens.new_zeros(batch.num_requests + 1)
     torch.cumsum(batch.seq_lens, 0, dtype=torch.int32, out=starts[1:])
     return starts
 
 
 def finish(call: AttentionCall, result: Tensor | None, lse: Tensor | None, count: int, sinks: Tensor | None = None) -> None:
-    """Bring what a kernel gave for the first `count` rows to where the call wants it.
+    """Stores a kernel's results for the first `count` rows in the call's outputs.
 
     result [>= count, q_heads, v_dim], or None if the kernel wrote `call.output` itself; lse [>= count, q_heads] float32, natural log,
-    needed for `sinks` and `call.lse_out`; sinks [q_heads], of any dtype, if the kernel left them out. A sink s adds exp(s) to the
-    softmax's denominator exp(lse), so that it scales the output by exp(lse) / (exp(lse) + exp(s)).
+    needed for `sinks` and `call.lse_out`; sinks [q_heads], of any dtype, if the kernel ignored them. A sink s adds exp(s) to the
+    softmax's denominator exp(lse), so it scales the output by exp(lse) / (exp(lse) + exp(s)).
     """
     output = call.output[:count]
     if sinks is None:

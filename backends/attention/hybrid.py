@@ -20,9 +20,7 @@ from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
 from paged_attn.backends.attention.capabilities import ANY_SIZE, Both, Capabilities, Feature, GraphSupport, Sizes
 
 EXTEND, DECODE = frozenset({"extend"}), frozenset({"decode"})
-NOT_DETERMINISTIC = (
-    "two backends are not batch-invariant: a decode row goes to one of them or to the other, as the rest of the batch has it"
-)
+NOT_DETERMINISTIC = "two backends are not batch-invariant: which of them computes a decode row depends on the rest of the batch"
 
 
 @dataclass
@@ -48,7 +46,7 @@ class HybridBackend(AttentionBackend):
         return self.child_for(mode).compiles_ahead
 
     def while_compiling_ahead(self) -> HybridBackend:
-        """A step of latents has parts of both modes, whatever its own is."""
+        """A step of latents has parts of both modes, so both backends are replaced if necessary."""
         left: Any = copy(self)
         left.prefill, left.decode = (each if each.compiles_ahead else NoAttention() for each in (self.prefill, self.decode))
         return left  # type: ignore[no-any-return]
@@ -64,7 +62,7 @@ class HybridBackend(AttentionBackend):
         return self.decode.graph_support()
 
     def for_graph(self, max_requests: int, max_pages: int) -> AttentionBackend:
-        """What the one that serves decode makes: a graph holds no other steps."""
+        """The graph backend of `decode`, since graphs contain only decode steps."""
         return self.decode.for_graph(max_requests, max_pages)
 
     def refresh(self, plan: HybridPlan, batch: Batch) -> None:
@@ -81,7 +79,7 @@ class HybridBackend(AttentionBackend):
         plan.child.forward(plan.plan, *operands, **options)
 
     def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
-        """As the one that serves prefill: decode steps expand nothing."""
+        """As `prefill`, since decode steps expand nothing."""
         return self.prefill.attends_expanded(spec, dtype, device)
 
     def write_kv(self, plan: HybridPlan, call: AttentionCall) -> None:
@@ -95,7 +93,7 @@ class HybridBackend(AttentionBackend):
 
 
 def hybrid_of(prefill: AttentionBackend, decode: AttentionBackend) -> HybridBackend:
-    """The backend that serves prefill with one and decode with another; its name is `prefill.name,decode.name`.
+    """The backend that prefills with one and decodes with the other; its name is `prefill.name,decode.name`.
 
     Raises:
         UnsupportedError: one of them does not serve its phase.
@@ -112,7 +110,7 @@ def hybrid_of(prefill: AttentionBackend, decode: AttentionBackend) -> HybridBack
 
 
 def shared_capabilities(prefill: Capabilities, decode: Capabilities) -> Capabilities:
-    """What both can run, each in its phase. It is never batch-invariant."""
+    """What both can run, each in its phase. Never batch-invariant."""
     devices = frozenset(d for d in prefill.devices | decode.devices if prefill.runs_on(d) and decode.runs_on(d))
     architectures = prefill.architectures & decode.architectures or prefill.architectures | decode.architectures
     if prefill.architectures and decode.architectures and not prefill.architectures & decode.architectures:
@@ -149,7 +147,7 @@ def _runs_pair(capabilities: Capabilities, pair: tuple[int, int]) -> bool:
 
 
 def _shared_latents(prefill: Capabilities, decode: Capabilities) -> tuple[Sizes, Sizes] | None:
-    """None where `head_dims` hold for both."""
+    """None if `head_dims` apply to both."""
     if prefill.latent_dims == decode.latent_dims:
         return prefill.latent_dims
     (rank, rotated), (other_rank, other_rotated) = (each.latent_dims or (each.head_dims, ANY_SIZE) for each in (prefill, decode))

@@ -48,7 +48,7 @@ class ReferenceBackend(AttentionBackend):
             plan.pool.value(call.layer_id)[page, offset] = call.value[row]
 
     def forward_decode(self, plan: Plan, call: AttentionCall) -> None:
-        self.forward_extend(plan, call)  # a decode row is the extension by one token
+        self.forward_extend(plan, call)  # a decode row extends by one token
 
     def forward_extend(self, plan: Plan, call: AttentionCall) -> None:
         batch, spec, sinks, row = plan.batch, call.spec, call.sinks, 0
@@ -59,7 +59,7 @@ class ReferenceBackend(AttentionBackend):
             slots = [(pages[j // batch.page_size], j % batch.page_size) for j in range(length)]
             for i in range(length - batch.query_lens_host[request], length):
                 seen = [j for j in range(length) if _sees(spec, i, j)]
-                if not seen:  # in a part of dual chunk attention; any log-sum-exp but -inf would count in the merge
+                if not seen:  # in a part of dual chunk attention; any log-sum-exp other than -inf would count in the merge
                     call.output[row] = 0.0
                     if call.lse_out is not None:
                         call.lse_out[row] = -math.inf

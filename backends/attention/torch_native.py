@@ -29,8 +29,8 @@ MaskKey = tuple[bool, int | None, int | None, int | None, str]
 
 @dataclass
 class Gather:
-    """Where a set of queries finds its keys: pages and offsets [R, keys], their positions and which are visible [R, 1, queries, keys],
-    and the distances j - i."""
+    """Where a set of queries finds its keys: their pages and offsets [R, keys], positions, visibility [R, 1, queries, keys], and distances
+    j - i."""
 
     pages: Tensor
     offsets: Tensor
@@ -99,12 +99,12 @@ class TorchNativeBackend(AttentionBackend):
             call.lse_out[rows] = lse[:, 0]
 
     def forward_extend(self, plan: Plan, call: AttentionCall) -> None:
-        self.forward_decode(plan, call)  # the requests of a mixed batch that have one new token
+        self.forward_decode(plan, call)  # requests of a mixed batch with one new token
         starts = [0, *itertools.accumulate(plan.batch.query_lens_host)]
         for request in plan.extending:
             gather, rows = _extend_gather(plan, request, call.spec), slice(starts[request], starts[request + 1])
             keys, values = _gathered(plan, call, gather)
-            # Contiguous: on a GPU, PyTorch's kernels read past rows that begin at odd addresses.
+            # Contiguous, since on a GPU PyTorch's kernels read past rows that start at odd addresses.
             result, lse = _attend(call.query[None, rows].contiguous(), keys, values, gather, call)
             call.output[rows] = result[0]
             if call.lse_out is not None:
@@ -128,7 +128,7 @@ def _first_visible(position: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 def _last_visible(position: Tensor, spec: AttentionSpec) -> Tensor:
-    """The last position that a causal layer sees; -1 and below where nothing is visible."""
+    """The last position that a causal layer sees; negative if nothing is visible."""
     if spec.chunk is None or spec.chunk_part == "intra":
         return position
     chunk = position // spec.chunk - int(spec.chunk_part == "inter")
@@ -169,7 +169,7 @@ def _extend_gather(plan: Plan, request: int, spec: AttentionSpec) -> Gather:
         end = plan.batch.seq_lens_host[request]
         start = end - plan.batch.query_lens_host[request]
         position = torch.arange(start, end, device=device)[:, None]
-        begin = int(_first_visible(torch.tensor(start), spec))  # pages before may be gone
+        begin = int(_first_visible(torch.tensor(start), spec))  # earlier pages may be freed
         seen = torch.arange(begin, end, device=device)
         visible = seen >= _first_visible(position, spec)
         if spec.causal:
@@ -188,7 +188,7 @@ def _extend_gather(plan: Plan, request: int, spec: AttentionSpec) -> Gather:
 def _attend(query: Tensor, keys: Tensor, values: Tensor, gather: Gather, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """query [R, Q, q_heads, dim], keys and values [R, K, kv_heads, dim].
 
-    Returns the output [R, Q, q_heads, dim] and, where wanted or made on the way, the log-sum-exp [R, Q, q_heads].
+    Returns the output [R, Q, q_heads, dim] and the log-sum-exp [R, Q, q_heads] (any tensor if it is not wanted).
     """
     spec, sinks = call.spec, call.sinks
     q, k, v = query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
@@ -216,7 +216,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, gather: Gather, call: A
 
 
 def _attend_to_one_head(q: Tensor, k: Tensor, v: Tensor, gather: Gather, spec: AttentionSpec) -> Tensor:
-    """[R, q_heads, Q, dim]: the heads' queries are rows of one head, so that keys and values are not repeated."""
+    """[R, q_heads, Q, dim]: the queries of all heads become rows of one head, so keys and values are not repeated."""
     heads, count = q.shape[1:3]
     visible = gather.visible.expand(-1, heads, -1, -1).flatten(1, 2)[:, None]
     result = F.scaled_dot_product_attention(q.flatten(1, 2)[:, None], k, v, attn_mask=visible, scale=spec.scale)
@@ -225,7 +225,7 @@ def _attend_to_one_head(q: Tensor, k: Tensor, v: Tensor, gather: Gather, spec: A
 
 
 def _bias(call: AttentionCall, gather: Gather) -> Tensor:
-    """[R, q_heads, Q or 1, K] from the layer's table [q_heads, N]."""
+    """[R, q_heads, Q or 1, K], read from the layer's table [q_heads, N]."""
     assert call.bias is not None
     bias_columns = gather.positions if call.spec.bias_index == "key" else -gather.distance
     return call.bias[:, bias_columns[:, 0].clamp(0, call.bias.shape[1] - 1)].transpose(0, 1)

@@ -72,7 +72,7 @@ class TorchVarlenBackend(StoringBackend):
         batch, key, value = plan.batch, plan.pool.key(call.layer_id), plan.pool.value(call.layer_id)
         if not batch.num_requests:
             return
-        query = for_kernel(call.query[: batch.num_tokens], key.dtype)  # if all have one token, the kernel wants as many rows as requests
+        query = for_kernel(call.query[: batch.num_tokens], key.dtype)  # the kernel wants one row per request if all have one token
         result, lse = self._attend(
             query, key, value, batch.query_start, plan.key_starts, plan.longest_query, plan.longest,
             return_aux=self._aux, scale=call.spec.scale, window_size=window_of(call.spec), enable_gqa=call.spec.group_size > 1,

@@ -31,21 +31,21 @@ from paged_attn.backends.compiling.compile_job import Boxes, Job, settle_key
 from paged_attn.backends.compiling.compile_pool import Jobs, Workers
 
 logger = logging.getLogger("paged_attn")
-LONG_TO_LOAD = 1.0  # seconds to load a kernel from disk, above which it is logged
+LONG_TO_LOAD = 1.0  # seconds; if loading a kernel from disk takes longer, it is logged
 _asked: dict[Hashable, Future[None]] = {}  # every kernel variant requested so far
-_under_way: dict[Any, dict[Hashable, Future[None]]] = {}  # those of a kernel that were not launched yet
+_under_way: dict[Any, dict[Hashable, Future[None]]] = {}  # by kernel: variants not launched yet
 _workers = Workers()
 _compiling: ContextVar[tuple[torch.device, Jobs] | None] = ContextVar("compiling_ahead", default=None)
 
 
 def start_workers() -> None:
-    """The processes that will compile: they take some seconds to begin, and wait for kernels a while."""
+    """Starts the processes that will compile: they take some seconds to start, and wait a while for kernels."""
     _workers.start()
 
 
 @contextmanager
 def compiling_ahead(device: torch.device) -> Iterator[None]:
-    """Inside, new tensors are fake, and `launch` launches nothing; what it was asked for is compiled by other processes afterwards."""
+    """Inside, new tensors are fake and `launch` launches nothing; afterwards, other processes compile the requested kernels."""
     jobs: Jobs = []
     with FakeTensorMode(allow_non_fake_inputs=True):
         token = _compiling.set((device, jobs))
@@ -57,7 +57,7 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
 
 
 def on_fakes(batch: Batch, device: torch.device) -> Batch:
-    """Inside `compiling_ahead`: with fake tensors on a device in the places of its own."""
+    """Inside `compiling_ahead`: the batch with fake tensors on a device in place of its own."""
     real = {field.name: getattr(batch, field.name) for field in fields(batch)}
     fakes: dict[str, Any] = {
         name: torch.empty(value.shape, dtype=value.dtype, device=device) for name, value in real.items() if isinstance(value, Tensor)
@@ -70,7 +70,7 @@ def is_compiling_ahead() -> bool:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> Any:
-    """`kernel[grid](*arguments, **constants)`, once that variant is compiled, if it is under way; returns what that does."""
+    """`kernel[grid](*arguments, **constants)`, after waiting for that variant if it is being compiled; returns the launch's result."""
     settle_key(kernel)
     if (ahead := _compiling.get()) is not None:
         if isinstance(kernel, JITFunction):  # the interpreter has nothing to compile
@@ -114,7 +114,7 @@ def _variant(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any])
 
 
 def _specialised(argument: Any, never: bool) -> Hashable:
-    """What Triton looks at: of a tensor its type, of an integer whether it is 1 or a multiple of 16."""
+    """The part of an argument that Triton specialises on: a tensor's dtype; whether an integer is 1 or a multiple of 16."""
     if isinstance(argument, Tensor):
         return argument.dtype
     if isinstance(argument, Boxes):
@@ -125,13 +125,13 @@ def _specialised(argument: Any, never: bool) -> Hashable:
 
 
 def note_of(kernel: JITFunction, told: Hashable, constants: Hashable, target: object) -> Path:
-    """The empty file in Triton's cache on disk that says that a variant lies there, so that a second start asks no process for it.
+    """An empty file in Triton's cache on disk that marks a variant as compiled, so that a second start asks no process for it.
 
-    Where it is wrong (another assembler, a part of Triton's cache that is gone), the launch compiles the variant.
+    If it is wrong (another assembler, a deleted part of Triton's cache), the launch compiles the variant.
 
     Args:
-        told: what Triton looks at of the arguments; with `constants`, whatever makes another variant has another `repr`.
-        target: the GPU, as Triton knows it.
+        told: the parts of the arguments that Triton specialises on; together with `constants`, its `repr` differs for each variant.
+        target: the GPU, in Triton's terms.
     """
     of = (kernel.__module__, kernel.__name__, kernel.cache_key, told, constants, target, triton.__version__, sys.implementation.cache_tag)
     return Path(knobs.cache.dir, "compiled_ahead", sha256(repr(of).encode()).hexdigest())

@@ -16,12 +16,12 @@ from triton.runtime import JITFunction
 
 @dataclass(frozen=True)
 class Boxes:
-    """An argument of a Gluon kernel that copies boxes of a matrix by TMA; a descriptor holds an address, which fake tensors do not have.
+    """An argument of a Gluon kernel that copies boxes of a matrix by TMA. A descriptor has an address, which fake tensors lack.
 
     Attributes:
-        tensor: where the matrix begins; in a `Job` its dtype.
+        tensor: the start of the matrix; in a `Job`, its dtype.
         shape, stride: its rows and columns, and elements from row to row.
-        box, layout: rows and columns of a box, and how it lies in shared memory.
+        box, layout: rows and columns of a box, and its layout in shared memory.
     """
 
     tensor: Any
@@ -38,7 +38,7 @@ class Boxes:
 
 @dataclass(frozen=True)
 class CompilingDriver:
-    """As much of Triton's driver as compiling for a GPU needs."""
+    """The part of Triton's driver that compiling for a GPU needs."""
 
     target: Any
 
@@ -58,10 +58,10 @@ class Job:
 
     Attributes:
         module, name: where the @triton.jit function is.
-        target: the GPU, as Triton knows it.
-        arguments: as it is launched with, but a dtype for a tensor.
-        note: the file to leave when it is done, see `compile_ahead.note_of`.
-        launcher: have what calls the kernel written as well, where Triton makes one in C (up to 3.6, for each signature).
+        target: the GPU, in Triton's terms.
+        arguments: the launch's, with dtypes in place of tensors.
+        note: the file to create when it is done; see `compile_ahead.note_of`.
+        launcher: also build the launcher, which Triton up to 3.6 writes in C for each signature.
     """
 
     module: str
@@ -78,7 +78,7 @@ class Job:
         return cls(kernel.__module__, kernel.__name__, target, grid, tuple(map(_without_memory, arguments)), constants)
 
     def compile(self) -> Any:
-        """Into Triton's cache on disk; returns the compiled kernel, which must not be launched."""
+        """Compiles into Triton's cache on disk; returns the compiled kernel, which must not be launched."""
         from triton.runtime import driver
 
         driver.set_active(CompilingDriver(self.target))
@@ -102,17 +102,17 @@ def _without_memory(argument: Any) -> Any:
 
 
 def _for_warmup(argument: Any) -> Any:
-    """A descriptor is one of a tensor."""
+    """The argument for `warmup`; a descriptor is made for a small tensor."""
     return replace(argument, tensor=torch.empty(8, dtype=argument.tensor)).descriptor() if isinstance(argument, Boxes) else argument
 
 
 def settle_key(kernel: object) -> None:
-    """Before anything asks for the key of `kernel`, a @triton.jit function: functions get theirs after those that they call.
+    """Gives a @triton.jit function its key after those of the functions that it calls; must run before anything else asks for the key.
 
-    A kernel's key names the constants of the functions it calls only where those had keys before (Triton 3.6 and 3.7, `_update_hash` in
-    triton/runtime/jit.py). So it depended on what else a process had launched, and a kernel compiled by one was compiled again by the next.
+    Triton 3.6 and 3.7 (`_update_hash` in triton/runtime/jit.py) include the constants of called functions only if these already have keys.
+    So a key depended on the process's earlier launches, and one process compiled again what another had compiled.
     """
-    if not isinstance(kernel, JITFunction) or kernel.hash is not None:  # the interpreter's have no key
+    if not isinstance(kernel, JITFunction) or kernel.hash is not None:  # functions of the interpreter have no key
         return
     for called in _called(kernel):
         settle_key(called)

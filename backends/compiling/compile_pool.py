@@ -15,15 +15,15 @@ from typing import IO
 
 from paged_attn.backends.compiling.compile_worker import DONE
 
-WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))  # Inductor has as many and more
-IDLE_SECONDS = 60.0  # an engine asks several times as it starts, also for what it needs after weights were read
+WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))  # Inductor starts at least as many
+IDLE_SECONDS = 60.0  # a starting engine asks several times, also after it has read weights
 COMMAND = (sys.executable, "-m", "paged_attn.backends.compiling.compile_worker")
 
-Jobs = list[tuple[bytes, "Future[None]"]]  # pickled, with who waits
+Jobs = list[tuple[bytes, "Future[None]"]]  # pickled jobs, with the futures that wait for them
 
 
 class Workers:
-    """Up to WORKERS processes; each ends when there was nothing for it for `idle_seconds`, or with this process."""
+    """Up to WORKERS processes; each ends after `idle_seconds` without a job, or with this process."""
 
     def __init__(self, idle_seconds: float = IDLE_SECONDS) -> None:
         self.idle_seconds = idle_seconds
@@ -31,7 +31,7 @@ class Workers:
         self._running, self._lock = 0, threading.Lock()
 
     def start(self) -> None:
-        """All of them, so that they are ready when there are jobs."""
+        """Starts all of them, so that they are ready when there are jobs."""
         with self._lock:
             self._start(WORKERS)
 
@@ -57,7 +57,7 @@ class Workers:
                 ):
                     while self._has_compiled(worker, errors):
                         pass
-            except OSError as error:  # there can be no such process
+            except OSError as error:  # the process cannot be started
                 while (job := self._next(0)) is not None:
                     job[1].set_exception(error)
             if self._ends():
@@ -70,7 +70,7 @@ class Workers:
         return ends
 
     def _has_compiled(self, worker: subprocess.Popen[bytes], errors: IO[bytes]) -> bool:
-        """Have it compile one more; False if there is no other, or it ended."""
+        """Has the worker compile one more job; False if there is none, or the worker ended."""
         if (job := self._next(self.idle_seconds)) is None:
             return False
         assert worker.stdin is not None and worker.stdout is not None

@@ -13,11 +13,11 @@ import signal
 import sys
 
 DONE = b"."
-NEEDED = ("paged_attn.backends.compiling.compile_job", "triton.compiler", "triton.experimental.gluon")  # PyTorch with them: some seconds
+NEEDED = ("paged_attn.backends.compiling.compile_job", "triton.compiler", "triton.experimental.gluon")  # import PyTorch too: some seconds
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's process's to answer, which may go on
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the engine's process, which may continue
     jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", 0)
     os.dup2(2, 1)  # Triton's prints must not mix with answers
     for name in NEEDED:

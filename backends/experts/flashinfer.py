@@ -75,7 +75,7 @@ def _package() -> tuple[Any, Any]:
 
 @cache
 def _swiglu(gating: Gating, experts: int, device: torch.device) -> dict[str, Tensor]:
-    """The numbers of a gate that is more than silu, one for each expert; kept, so that captured graphs find them."""
+    """The parameters of a gate other than plain silu, one for each expert; cached, so that captured graphs can read them."""
     if not gating.gated or not (gating.alpha or gating.limit):
         return {}
     numbers = {"swiglu_alpha": gating.alpha or 1.0, "swiglu_beta": 1.0 if gating.alpha else 0.0}

@@ -36,7 +36,7 @@ class GroupedMmBackend(ExpertsBackend):
         experts, order = ids.reshape(-1).sort(stable=True)
         numbers = torch.arange(w1.shape[0], device=ids.device, dtype=experts.dtype)
         ends = torch.searchsorted(experts, numbers, right=True).int()
-        own = experts.clamp(max=w1.shape[0] - 1)  # rows of no expert are not computed, and masked below
+        own = experts.clamp(max=w1.shape[0] - 1)  # rows without an expert are not computed, and masked below
         rows, parts = x[order // top_k].to(w1.dtype), (w1,) if w1.dim() == 3 else w1.unbind(1)
         products = [torch.nn.functional.grouped_mm(rows, part.transpose(1, 2), offs=ends) for part in parts]
         first = products[0] if len(products) == 1 else torch.cat(products, -1)

@@ -40,7 +40,7 @@ def store_latent_kernel(latent, rotated, rows, slots, query, mapped, tokens, lat
     """Grid (rows of the step, 1 + blocks of heads): the first program of a token stores its row, the others move its queries.
 
     latent [T, RANK], rotated [T, ROTATED] and query [T, HEADS, ROTATED] with any strides; rows [pages, PAGE_SIZE, 1, RANK + ROTATED] and
-    mapped [T, HEADS, RANK + ROTATED] with their last dim contiguous; slots [T] int64. Of rows past `tokens` nothing is stored.
+    mapped [T, HEADS, RANK + ROTATED] contiguous in their last dim; slots [T] int64. Rows from `tokens` on are not stored.
     """
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)

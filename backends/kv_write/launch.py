@@ -12,7 +12,7 @@ _fast_store, _fast_store_latent = FastKernel(store_kernel), FastKernel(store_lat
 
 
 def store_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, tokens: int) -> None:
-    """Rows [0, tokens) of key [T, kv_heads, qk_dim] and value [T, kv_heads, v_dim], any strides, into keys and values
+    """Writes rows [0, tokens) of key [T, kv_heads, qk_dim] and value [T, kv_heads, v_dim], any strides, into keys and values
     [pages, page_size, kv_heads, dim] at slots [T] int64, cast to their dtype."""
     if tokens == 0:
         return

@@ -11,9 +11,9 @@ from paged_attn.backends.devices import has_triton
 
 
 def store_kv(pool: KVPool, layer_id: int, key: Tensor, value: Tensor, batch: Batch) -> None:
-    """Write the first `batch.num_tokens` rows of key [T, kv_heads, qk_dim] and value [T, kv_heads, v_dim] to `batch.slots`.
+    """Writes the first `batch.num_tokens` rows of key [T, kv_heads, qk_dim] and value [T, kv_heads, v_dim] to `batch.slots`.
 
-    Cast to the pool's dtype; by a Triton kernel on a GPU that has Triton.
+    They are cast to the pool's dtype; by a Triton kernel on a GPU with Triton.
     """
     keys, values, count = pool.key(layer_id), pool.value(layer_id), batch.num_tokens
     if pool.device.type == "cuda" and has_triton():
@@ -29,11 +29,11 @@ def store_kv(pool: KVPool, layer_id: int, key: Tensor, value: Tensor, batch: Bat
 def store_latent(
     pool: KVPool, layer_id: int, latent: Tensor, rotated: Tensor | None, batch: Batch, queries: tuple[Tensor, Tensor] | None = None
 ) -> None:  # fmt: skip
-    """Write the first `batch.num_tokens` rows of latent [T, rank] and rotated [T, width] (or none) to `batch.slots`, in the pool's dtype.
+    """Writes the first `batch.num_tokens` rows of latent [T, rank] and rotated [T, width] (or none) to `batch.slots`, in the pool's dtype.
 
     Args:
-        queries: the rotated part [T, heads, width] of the step's queries, and where it goes: the end of rows [T, heads, rank + width] with
-            their last dim contiguous.
+        queries: the rotated part [T, heads, width] of the step's queries, and its destination: the end of rows [T, heads, rank + width]
+            that are contiguous in their last dim.
     """
     if pool.device.type == "cuda" and has_triton():
         from paged_attn.backends.kv_write.launch import store_latent_rows

@@ -16,22 +16,21 @@ from paged_attn.backends.machine import machine_of, power_of_2
 from paged_attn.backends.unit_stride import unit_last
 
 LONGEST_ROW = 32768  # bytes; longest weight row that a program can hold
-PROGRAM_ELEMENTS = 4096  # least elements of the weight per program, so that enough loads are in flight
-NUM_WARPS = 8  # 0.6 % of a decode step better than 4, for programs of 8 KiB, too
+PROGRAM_ELEMENTS = 4096  # fewest elements of the weight per program, so that enough loads are in flight
+NUM_WARPS = 8  # a decode step takes 0.6 % less than with 4, also for programs of 8 KiB
 _fast_one_row = FastKernel(one_row_kernel)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel serves this dtype and size."""
+    """Whether the kernel supports this dtype and size."""
     long = power_of_2(weight.shape[1]) * weight.itemsize > LONGEST_ROW
     return weight.is_floating_point() and 2 <= weight.itemsize <= 4 and weight.stride(1) == 1 and x.stride(-1) == 1 and not long
 
 
 def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-    """x [..., K] of one row, weight [N, K], bias [N] or None -> [..., N] of `dtype`, by default that of x; None where that does not fit
-    (`fits`).
+    """x [..., K] of one row, weight [N, K], bias [N] or None -> [..., N] of `dtype` (default: x's); None if not `fits`.
 
-    Launched early: nothing under way may write the weight.
+    Launched early: no kernel that is still running may write the weight.
     """
     if not fits(x, weight):
         return None

@@ -15,11 +15,11 @@ def one_row_kernel(x, weight, bias, out, count, length, row_stride,
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     at = weight + n[:, None].to(tl.int64) * row_stride + k[None, :]
-    # Each weight is read once in a step, which would only push what is read again out of the L2.
+    # Each weight is read once per step and must not evict data from the L2 that is read again.
     w = tl.load(at, mask=(n < count)[:, None] & (k < length)[None, :], other=0.0, eviction_policy="evict_first")
     if EARLY:
-        tl.extra.cuda.gdc_wait()  # above: reads of constants only; below: reads of earlier kernels' results, and writes
-        tl.extra.cuda.gdc_launch_dependents()  # not earlier: Inductor's kernels take for granted that the one before them has waited
+        tl.extra.cuda.gdc_wait()  # above: only reads of constants; below: reads of earlier kernels' results, and writes
+        tl.extra.cuda.gdc_launch_dependents()  # not earlier: Inductor's kernels assume that the kernel before them has waited
     row = tl.load(x + k, mask=k < length, other=0.0)
     total = tl.sum(w.to(tl.float32) * row.to(tl.float32)[None, :], 1)
     if HAS_BIAS:

@@ -20,10 +20,10 @@ import triton.language as tl
 def shrink_kernel(x, a, slots, inner, arrived, count, length, x_stride, slot_stride,
                   RANK: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr,
                   EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """x [count, length], a [slots, PARTS * RANK, length], slots [count] -> inner [SPLITS, count, PARTS * RANK] float32, whose
-    first one holds the products, and the others sums of every SPLITS-th block of columns; nothing is written for rows without an adapter.
-    Grid (cdiv(count, BLOCK_M), PARTS * SPLITS), with EACH times the number of adapters. Of the SPLITS programs of one product the last
-    adds up what all have written, in their order; arrived [grid / SPLITS] counts them, from 0 to 0."""
+    """x [count, length], a [slots, PARTS * RANK, length], slots [count] -> inner [SPLITS, count, PARTS * RANK] float32: inner[0] gets the
+    products, the others sums over every SPLITS-th block of columns; rows without an adapter are not written.
+    Grid (cdiv(count, BLOCK_M), PARTS * SPLITS), with EACH times the number of adapters. The last of the SPLITS programs of one product
+    adds up what all have written, in their order; arrived [grid / SPLITS] counts them, from 0 back to 0."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     split, part = tl.program_id(1) % SPLITS, tl.program_id(1) // SPLITS % PARTS
     slot = tl.load(slots + rows, mask=rows < count, other=-1)
@@ -75,10 +75,10 @@ def shrink_kernel(x, a, slots, inner, arrived, count, length, x_stride, slot_str
 def expand_kernel(y, inner, b, scales, slots, out, count, width, y_stride, slot_stride, start, end, part, second, third,
                   RANK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
                   TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
-    """Columns `start` to `end` of out [count, width]: those of y, and of rows with an adapter scales[slot, part] * b[slot] @ inner as well;
-    b [slots, width, RANK], scales [slots, PARTS]. The columns are of `part`, from `second` on of the next one, from `third` on of the one
-    after it. Grid cdiv(count, BLOCK_M) * TILES, TILES = cdiv(end - start, BLOCK_N), with EACH times the number of adapters, the last of
-    which count slowest: the first adapter's programs write rows without one, too."""
+    """Columns `start` to `end - 1` of out [count, width]: y, plus for rows with an adapter scales[slot, part] * b[slot] @ inner;
+    b [slots, width, RANK], scales [slots, PARTS]. The columns belong to `part`, from `second` on to the next one, from `third` on to the
+    one after it. Grid cdiv(count, BLOCK_M) * TILES, TILES = cdiv(end - start, BLOCK_N), with EACH times the number of adapters, which vary
+    slowest; the first adapter's programs also write rows without one."""
     blocks = tl.cdiv(count, BLOCK_M)
     rows, tile = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(0) // blocks
     begin = start + tile % TILES * BLOCK_N

@@ -18,23 +18,23 @@ from paged_attn.backends.machine import machine_of
 from paged_attn.backends.unit_stride import is_unit_last, unit_last
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PROGRAMS = 1024  # the first kernel has at least this many, so that enough programs read even for few rows
+PROGRAMS = 1024  # fewest programs of the first kernel, so that enough of them read even for few rows
 FEW_ROWS = 128  # up to this many rows, each adapter has its own programs
 NEVER = 2**31 - 1
 BLOCK_BYTES = 1 << 16  # a block of factors in shared memory
 PRODUCTS = 1024  # products of the first kernel that programs may share
-LONGEST_PRODUCT = 128  # summed ranks of all adapters that a program of the third kernel takes at a time
+LONGEST_PRODUCT = 128  # summed ranks of all adapters that a program of the third kernel processes at a time
 _fast_shrink, _fast_expand, _fast_up = FastKernel(shrink_kernel), FastKernel(expand_kernel), FastKernel(up_kernel)
 
 
 @dataclass(frozen=True)
 class LoraTiling:
-    """How a launch cuts its work; sizes are powers of 2.
+    """How a launch divides its work; sizes are powers of 2.
 
     Attributes:
-        rows, columns: of x that a program reads at a time, 16 at least.
-        outputs: of a program of the second kernel, 16 at least.
-        splits: into how many programs' sums the columns are shared out at most.
+        rows, columns: of x that a program reads at a time, at least 16.
+        outputs: of a program of the second kernel, at least 16.
+        splits: most programs over which the columns of a sum are divided.
         each: whether each adapter has programs of its own.
     """
 
@@ -45,9 +45,9 @@ class LoraTiling:
     each: bool = True
 
     @classmethod
-    @functools.lru_cache(1024)  # asked for by every layer
+    @functools.lru_cache(1024)  # called by every layer
     def of(cls, count: int, rank: int, itemsize: int, shared_bytes: int = 0) -> LoraTiling:
-        """For so many rows, with blocks that a program's shared memory holds: `itemsize` of a factor, and float32 for what is summed.
+        """For `count` rows, with blocks that fit into a program's shared memory: `itemsize` of a factor, and float32 for sums.
         `shared_bytes`: see `Machine`."""
         if count == 1:
             found = cls(rows=16, each=False)
@@ -61,7 +61,7 @@ class LoraTiling:
         columns = BLOCK_BYTES // itemsize // _block(rank)
         rows, outputs = (max(min(each, sums), 16) for each in (found.rows, found.outputs))
         columns = max(min(found.columns, columns), 16)
-        at_once = max(stages_of(rank) - 1, 1) * itemsize * (_block(rank) + rows)  # bytes of a column
+        at_once = max(stages_of(rank) - 1, 1) * itemsize * (_block(rank) + rows)  # bytes per column
         while shared_bytes and columns > 16 and at_once * columns > shared_bytes:
             columns //= 2
         return replace(found, rows=rows, outputs=outputs, columns=columns)
@@ -69,8 +69,8 @@ class LoraTiling:
 
 @dataclass(frozen=True)
 class UpTiling:
-    """How a launch of `up_kernel` cuts its work: rows and outputs of a program, powers of 2 and 16 at least, and whether it takes all
-    adapters together."""
+    """How a launch of `up_kernel` divides its work: rows and outputs of a program, powers of 2 and at least 16, and whether it processes
+    all adapters together."""
 
     rows: int
     outputs: int
@@ -89,11 +89,11 @@ class UpTiling:
 def lora_on_gpu(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int], tiling: LoraTiling | None = None
 ) -> Tensor | None:
-    """As the op; None for a dtype that no kernel of ours serves."""
+    """As the op; None for a dtype without a kernel of ours."""
     if y.dtype not in DTYPES or len({y.dtype, x.dtype, a.dtype, b.dtype}) != 1:
         return None
     given, result = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-    early = machine_of(y.device).early and is_unit_last(given) and is_unit_last(result)  # a copy may not have come when they are read
+    early = machine_of(y.device).early and is_unit_last(given) and is_unit_last(result)  # a copy may not be finished when they are read
     given, result = unit_last(given), unit_last(result)
     (count, length), width, rank, parts = given.shape, result.shape[1], b.shape[2], len(rows)
     tiling = tiling or LoraTiling.of(count, rank, y.element_size(), machine_of(y.device).shared_bytes)
@@ -128,7 +128,7 @@ def lora_on_gpu(
 def lora_up_on_gpu(
     y: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int], tiling: UpTiling | None = None
 ) -> Tensor | None:
-    """As the op; None for a dtype that no kernel of ours serves."""
+    """As the op; None for a dtype without a kernel of ours."""
     if y.dtype not in DTYPES or y.dtype != b.dtype:
         return None
     result, (adapters, width, rank) = y.reshape(-1, y.shape[-1]), b.shape
@@ -154,7 +154,7 @@ def lora_up_on_gpu(
 
 
 def stages_of(rank: int) -> int:
-    """How many blocks of factors are on their way at once: those of long ranks leave no room for a second one."""
+    """How many blocks of factors are in flight at once: long ranks leave no room for a second one."""
     return 3 if rank <= LONGEST_PRODUCT else 1
 
 
@@ -168,13 +168,13 @@ def _precision(dtype: torch.dtype) -> str:
 
 @functools.cache
 def _arrived(device: torch.device, adapters: int) -> Tensor:
-    """Zeros between any two launches; for each tensor of adapters, by its address, since engines run beside each other."""
+    """Zero between any two launches; cached by the address of the adapters' tensor, since several engines may run."""
     return torch.zeros(PRODUCTS, dtype=torch.int32, device=device)
 
 
 def _launches(rows: Sequence[int], block: int) -> list[tuple[int, int, int, int]]:
-    """Launches of the second kernel: the first part, how many outputs, and where the next two parts begin. Up to three parts share a
-    launch, where no block of outputs lies in two."""
+    """Launches of the second kernel: (first part, number of outputs, starts of the next two parts). Up to three parts share a launch if no
+    block of outputs spans two."""
     if len(rows) <= 3 and all(outputs % block == 0 for outputs in rows[:-1]):
         second, third = (sum(rows[:part]) if part < len(rows) else NEVER for part in (1, 2))
         return [(0, sum(rows), second, third)]
@@ -182,7 +182,7 @@ def _launches(rows: Sequence[int], block: int) -> list[tuple[int, int, int, int]
 
 
 def _splits(products: int, most: int) -> int:
-    """Into how many sums the columns are shared out: a power of 2, as each number is another compiled kernel."""
+    """The number of sums over which the columns are divided: a power of 2, since each number is a separately compiled kernel."""
     if products > PRODUCTS:
         return 1
     wanted = min(PROGRAMS // max(products, 1), most)

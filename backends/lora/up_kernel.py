@@ -17,12 +17,13 @@ import triton.language as tl
 def up_kernel(y, b, scales, slots, out, count, width, y_stride, slot_stride, start, end, part, second, third,
               ADAPTERS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
               TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Columns `start` to `end` of out [count, width]: those of y [count, width + ADAPTERS * PARTS * RANK], and of a row with an adapter
-    scales[slot, part] * b[slot] @ what y has of that slot and part behind the outputs; b [ADAPTERS, width, RANK], scales [ADAPTERS, PARTS].
-    The columns are of `part`, from `second` on of the next one, from `third` on of the one after it. BLOCK_K ranks at a time: of all
-    adapters (TOGETHER), or of one after the other. Grid (cdiv(end - start, BLOCK_N), cdiv(count, BLOCK_M)).
+    """Columns `start` to `end - 1` of out [count, width]: those of y [count, width + ADAPTERS * PARTS * RANK], plus for rows with an
+    adapter scales[slot, part] * b[slot] @ y's columns for that slot and part, after the outputs; b [ADAPTERS, width, RANK], scales
+    [ADAPTERS, PARTS].
+    The columns belong to `part`, from `second` on to the next one, from `third` on to the one after it. BLOCK_K ranks at a time, of all
+    adapters (TOGETHER) or one after the other. Grid (cdiv(end - start, BLOCK_N), cdiv(count, BLOCK_M)).
 
-    EARLY: launched before the kernel in front has ended, which writes y; all else is older.
+    EARLY: launched before the previous kernel, which writes y, has ended; everything else is older.
     """
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     begin = start + tl.program_id(0) * BLOCK_N
@@ -66,14 +67,14 @@ def up_kernel(y, b, scales, slots, out, count, width, y_stride, slot_stride, sta
 
 @triton.jit
 def _factors(factor, k, most: tl.constexpr, jump, kept, RANK: tl.constexpr):
-    """Ranks k of the second factors, one adapter's after the other's."""
+    """Ranks k of the second factors, one adapter after the other."""
     at = factor + (k // RANK)[:, None] * jump + (k % RANK)[:, None]
     return tl.load(at, mask=(k < most)[:, None] & kept, other=0.0)
 
 
 @triton.jit
 def _own(own, k, most: tl.constexpr, each, slot, RANK: tl.constexpr, PARTS: tl.constexpr, TOGETHER: tl.constexpr):
-    """Ranks k of the products with the first factors, of all adapters or of `each`, where they are of the row's own adapter; else zeros."""
+    """Ranks k of the products with the first factors, of all adapters or of `each`; zeros unless they are of the row's own adapter."""
     adapter = k // RANK
     if not TOGETHER:
         adapter += each

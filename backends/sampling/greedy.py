@@ -18,12 +18,12 @@ _fast_part, _fast_row = FastKernel(best_of_part), FastKernel(best_of_row)
 
 
 def serves(logits: Tensor) -> bool:
-    """Whether `greedy_sample` takes logits of this dtype and layout."""
+    """Whether `greedy_sample` supports this dtype and layout."""
     return logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and logits.stride(-1) == 1 and logits.numel() > 0
 
 
 def greedy_sample(logits: Tensor) -> Tensor:
-    """logits [N, V] -> [N] int64: the first of the largest, NaN being larger than all; -1 where that is not finite."""
+    """logits [N, V] -> [N] int64: the first of the largest (NaN counts as largest); -1 if that is not finite."""
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, PART)
     keys = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)

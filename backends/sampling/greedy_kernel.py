@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
-INF_KEY = tl.constexpr(0x7F800000)  # keys from here up, and from its negative down, are not finite
+INF_KEY = tl.constexpr(0x7F800000)  # keys from this up, and from its negative down, are not finite
 LEAST_KEY = tl.constexpr(-(2**31))
 LEAST = tl.constexpr(-(2**63))
 
@@ -24,7 +24,7 @@ def best_of_part(logits, keys, vocabulary, stride, parts, PART: tl.constexpr, EA
     there = token < vocabulary
     x = tl.load(logits + row.to(tl.int64) * stride + token, mask=there, other=float("-inf")).to(tl.float32) + 0.0  # no -0.0
     bits = x.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # ordered as the numbers are
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # in the order of the numbers
     key = tl.where(x != x, NAN_KEY, key)
     key = tl.where(there, key, LEAST_KEY)
     tl.store(keys + row * parts + part, tl.max((key.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64), 0))

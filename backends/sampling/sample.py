@@ -17,32 +17,31 @@ from paged_attn.backends.sampling.sample_kernel import MOST_BITS, choose, draw, 
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 
 PART = 2048  # logits per program
-DIGITS = ((21, 11), (10, 11), (0, 10))  # (lowest bit, number of bits) of each digit of a key, the highest first
+DIGITS = ((21, 11), (10, 11), (0, 10))  # (lowest bit, number of bits) of each digit of a key, highest first
 SUM_BITS = 62
 WARPS = 4
 _spread, _choose, _weigh, _draw = FastKernel(spread), FastKernel(choose), FastKernel(weigh), FastKernel(draw)
 
 
 class Limits(NamedTuple):
-    """keys [N] int64: the least that may be drawn, in the order of the logits as numbers, -1 for any; drops [N] int64: how many of the
-    tokens with that key may not be drawn, those with the lowest ids."""
+    """keys [N] int64: the lowest key that may be sampled (keys are ordered like logits), -1 for any; drops [N] int64: how many of the
+    tokens with that key may not be sampled, those with the lowest ids."""
 
     keys: Tensor
     drops: Tensor
 
 
 def sample_tokens(logits: Tensor, best: Tensor, of: SamplingTensors) -> Tensor:
-    """logits [M, V], a dtype and layout that `greedy.serves`; best [M] int64, their most likely tokens -> [N] int64.
+    """logits [M, V], with a dtype and layout that `greedy.serves`; best [M] int64, their most likely tokens -> [N] int64.
 
-    What is drawn from is said in `engine/sampling/sample_tokens.py`.
-    A row's token depends on its own logits and settings alone, bit for bit.
+    `engine/sampling/sample_tokens.py` defines the distribution. A row's token depends, bit for bit, only on its own logits and settings.
     """
     sampling = Sampling(logits, best, of)
     return sampling.draw(sampling.find_limits(), of.uniform)
 
 
 class Sampling:
-    """What the launches of one step share; the arguments are those of `sample_tokens`."""
+    """State shared by the launches of one step; the arguments are those of `sample_tokens`."""
 
     def __init__(self, logits: Tensor, best: Tensor, of: SamplingTensors) -> None:
         self.logits, self.of = logits, of

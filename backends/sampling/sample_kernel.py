@@ -40,7 +40,7 @@ def _logit(key):
 
 @triton.jit
 def _start(logits, rows, best, temperatures, row, stride):
-    """Where the row starts, its largest logit, and 1 / temperature, never infinite nor so small that the GPU takes it for 0."""
+    """The start of the row, its largest logit, and 1 / temperature, never infinite nor so small that the GPU flushes it to 0."""
     source = tl.load(rows + row)
     start = logits + source * stride
     largest = tl.load(start + tl.maximum(tl.load(best + source), 0)).to(tl.float32)
@@ -61,15 +61,16 @@ def _weight(share, SCALE: tl.constexpr):
 def spread(logits, rows, best, temperatures, floors, found, sums, vocabulary, stride, first_row,
            COUNT: tl.constexpr, HAS_FLOOR: tl.constexpr, FIRST: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr,
            SCALE: tl.constexpr, PART: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """For each row from `first_row` on, add to sums [N, 2^MOST_BITS] int64 what its tokens whose key begins with found [N, 3] int64 count
-    (COUNT), or weigh if their key is at least floors [N] int64, by the key's digit of so many BITS at SHIFT; grid (rows, parts)."""
+    """Rows from `first_row` on: counts (COUNT) or weighs the tokens whose key starts with found [N, 3] int64, by the key's next digit of
+    BITS bits at SHIFT, and adds this to sums [N, 2^MOST_BITS] int64; tokens are weighed if their key is at least floors [N] int64. Grid
+    (rows, parts)."""
     _wait(EARLY)
     row, part = first_row + tl.program_id(0), tl.program_id(1)
     start, largest, sharpness = _start(logits, rows, best, temperatures, row, stride)
     token = part * PART + tl.arange(0, PART)
     logit = tl.load(start + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
     key = _key(logit)
-    counts = logit > float("-inf")  # the many that a guide forbids would all add to one number, one after another
+    counts = logit > float("-inf")  # the many tokens that a guide forbids would all be added to one number, one after another
     if not FIRST:
         counts &= (key >> (SHIFT + BITS)) == tl.load(found + row * 3).to(tl.uint32)
     if HAS_FLOOR:
@@ -87,11 +88,11 @@ def spread(logits, rows, best, temperatures, floors, found, sums, vocabulary, st
 def choose(logits, rows, best, temperatures, lowest, shares, floors, found, sums, keys, drops, vocabulary, stride, first_row,
            COUNT: tl.constexpr, HAS_FLOOR: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
            EARLY: tl.constexpr):  # fmt: skip
-    """One more digit of the key; grid (N, 1). Rows before `first_row` may draw any token.
+    """Finds one more digit of the key; grid (N, 1). Rows before `first_row` may sample any token.
 
-    The target is `lowest` [N] int64 tokens (COUNT), or `shares` [N] float64 of the row's weight. found [N, 3] int64: the digits so
-    far, what lies below them, the target. sums are zeroed again. After the LAST one, keys [N] int64: the least that may be drawn, -1 for
-    any; drops [N] int64: how many of the tokens with that key may not be drawn, the first ones.
+    The target is `lowest` [N] int64 tokens (COUNT), or `shares` [N] float64 of the row's weight. found [N, 3] int64: the digits so far, the
+    sum below them, the target. sums are zeroed again. After the LAST digit: keys [N] int64, the lowest key that may be sampled, -1 for any;
+    drops [N] int64, how many of the tokens with that key may not be sampled, the first ones.
     """
     _wait(EARLY)
     row = tl.program_id(0)
@@ -108,7 +109,7 @@ def choose(logits, rows, best, temperatures, lowest, shares, floors, found, sums
                 below += vocabulary - total
             else:
                 left_out = tl.load(shares + row)
-                target = tl.minimum((left_out * total.to(tl.float64)).to(tl.int64), total - 1)  # the last token stays
+                target = tl.minimum((left_out * total.to(tl.float64)).to(tl.int64), total - 1)  # keeps the last token
                 target = tl.where(left_out < 0, -1, target)
         else:
             key, below, target = tl.load(found + row * 3), tl.load(found + row * 3 + 1), tl.load(found + row * 3 + 2)
@@ -138,8 +139,8 @@ def choose(logits, rows, best, temperatures, lowest, shares, floors, found, sums
 @triton.jit
 def weigh(logits, rows, best, temperatures, min_p, keys, weights, ties, vocabulary, stride, parts,
           LIMITED: tl.constexpr, HAS_MIN_P: tl.constexpr, SCALE: tl.constexpr, PART: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """For each part of a row: weights [N, parts] int64 of the tokens above the row's key; ties [N, parts] int64, how many have that key.
-    Grid (N, parts)."""
+    """For each part of a row: weights [N, parts] int64 of the tokens above the row's key; ties [N, parts] int64, the number of tokens with
+    that key. Grid (N, parts)."""
     _wait(EARLY)
     row, part = tl.program_id(0), tl.program_id(1)
     start, largest, sharpness = _start(logits, rows, best, temperatures, row, stride)

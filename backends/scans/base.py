@@ -14,17 +14,17 @@ from paged_attn.attn_ops.ops.scans import Kernel
 from paged_attn.attn_ops.scans.state_rows import Extends, Wave
 from paged_attn.backends.needs import Needs, names_of, unmet_needs
 
-# Functions of `attn_ops/scans/`, which say what is right, and what takes their places.
+# Functions of `attn_ops/scans/`, which define the results, and the kernels that replace them.
 Kernels = Mapping[Callable[..., None], Kernel]
 OPS = frozenset({"short_conv", "gated_delta_rule", "kda", "mamba2_scan", "mamba1_scan"})
-# Rows of each given tensor, the wave, and the states [N, ...] before its segments -> output rows, and the states after them.
+# (rows of each given tensor, the wave, states [N, ...] before its segments) -> (output rows, states after them).
 Sequences = Callable[[Sequence[Tensor], Wave, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class ScanProblem:
-    """One op of a layer: its name without `_with_output`, the shape of a request's state, the dtype of its rows, and where it runs: a word
-    of `device_word`, and 90 for SM90, None off CUDA."""
+    """One op of a layer: its name without `_with_output`, the shape of a request's state, the dtype of its rows, and the device (a word of
+    `device_word`; architecture 90 for SM90, None for devices other than CUDA's)."""
 
     op: str
     state: tuple[int, ...]
@@ -38,15 +38,15 @@ class ScanProblem:
 
 
 class ScansBackend(ABC):
-    """Computes scans. It keeps nothing, so that one object serves all layers and engines."""
+    """Computes scans. Has no state, so one instance serves all layers and engines."""
 
     name: ClassVar[str]
     needs: ClassVar[Needs]
     ops: ClassVar[frozenset[str]]
-    compiles_ahead: ClassVar[bool] = False  # all that its kernels launch goes through `backends.compiling.compile_ahead`
+    compiles_ahead: ClassVar[bool] = False  # whether all launches of its kernels go through `backends.compiling.compile_ahead`
 
     def unmet(self, problem: ScanProblem) -> list[str]:
-        """Every reason why it cannot compute this op, packages apart; empty if it can."""
+        """Every reason why it cannot compute this op, apart from packages; empty if it can."""
         reasons = unmet_needs(self.needs, problem.dtype, problem.device, problem.architecture)
         if problem.op not in self.ops:
             reasons.append(f"computes {names_of(self.ops)}")
@@ -54,7 +54,7 @@ class ScansBackend(ABC):
 
     @abstractmethod
     def kernels(self) -> Kernels:
-        """What it computes, of all its ops. A function that it has nothing for is left to the first backend that fits.
+        """The kernels for all its ops. A function without one is left to the first backend that fits.
 
         Raises:
             ImportError: a package that it needs does not load.
@@ -62,9 +62,9 @@ class ScansBackend(ABC):
 
 
 def run_by_segments(given: Sequence[Tensor], output: Tensor, states: Tensor, extends: Extends, run: Sequences) -> None:
-    """`run` for the first segments of all requests, then for the second ones, and so on; mostly there is one.
+    """Calls `run` for the first segments of all requests, then for the second ones, and so on; usually there is one.
 
-    A segment starts from what the dtype of `states` has made of the state before it, as a request that starts there does.
+    A segment starts from the previous state in the dtype of `states`, as a request that starts there does.
     """
     now = extends.before(states)
     for wave in extends.waves:

@@ -21,16 +21,16 @@ P = TypeVar("P")
 
 
 class OurBackends(Generic[B, P]):
-    """The backends of an op, by their names in `targets`, as "module:Class"; `setting` names one of them. One object serves all layers."""
+    """The backends of an op: name -> "module:Class" in `targets`; `setting` selects one. One instance serves all layers."""
 
     def __init__(self, setting: str, targets: Mapping[str, str]) -> None:
         self._setting, self._targets, self._made = setting, targets, dict[str, B]()
 
     def __call__(self, name: str) -> B:
-        """The backend of that name; its module is imported now.
+        """The backend of that name; imports its module.
 
         Raises:
-            ValueError: an unknown name; the message has the setting and the known ones.
+            ValueError: an unknown name; the message has the setting and the known names.
         """
         if name not in self._targets:
             raise ValueError(f"unknown {self._setting} {name!r}; known are 'auto', {', '.join(map(repr, self._targets))}")
@@ -39,12 +39,12 @@ class OurBackends(Generic[B, P]):
         return self._made[name]
 
     def reasons_against(self, name: str, problem: P) -> list[str]:
-        """Everything that speaks against a backend, missing packages included; empty if it fits."""
+        """Every reason against a backend, including missing packages; empty if it fits."""
         backend = self(name)
         return [*backend.unmet(problem), *unmet_requirements(backend.needs.requirements)]
 
 
 def not_taken(rejected: Mapping[str, str]) -> str:
-    """` (not taken: grouped_mm: ranked after triton)`, or an empty text."""
+    """` (not taken: grouped_mm: ranked after triton)`, or ""."""
     others = "; ".join(f"{name}: {why}" for name, why in rejected.items())
     return f" (not taken: {others})" if others else ""

@@ -17,7 +17,7 @@ BUILT_IN = {
     "flashinfer": "paged_attn.backends.experts.flashinfer:FlashInferExpertsBackend",
     "sgl_kernel": "paged_attn.backends.experts.sgl_kernel.backend:SglKernelExpertsBackend",
 }
-# "auto" takes the first that fits. On a CPU torch's grouped products are a loop of its own, over all experts.
+# "auto" takes the first that fits. On a CPU torch's grouped product loops over all experts.
 ORDER = {"cpu": ("one_by_one", "grouped_mm"), "": ("triton", "grouped_mm", "one_by_one")}
 experts_backend = OurBackends[ExpertsBackend, ExpertsProblem]("experts_backend", BUILT_IN)
 reasons_against = experts_backend.reasons_against
@@ -25,7 +25,7 @@ reasons_against = experts_backend.reasons_against
 
 @dataclass(frozen=True)
 class ExpertsSelection:
-    """The backend that was taken, and why each other one was not."""
+    """The selected backend, and why each other one was not selected."""
 
     name: str
     rejected: dict[str, str]
@@ -35,11 +35,11 @@ class ExpertsSelection:
 
 
 def select_experts(name: str, problem: ExpertsProblem) -> ExpertsSelection:
-    """The first that fits with "auto", or the one that is asked for.
+    """The first that fits for "auto", else the named one.
 
     Raises:
         ValueError: an unknown name.
-        UnsupportedError: the named one, or every one, cannot run the layer; the message holds every reason.
+        UnsupportedError: the named backend, or every backend, cannot run the layer; the message has every reason.
     """
     if name != "auto":
         if reasons := reasons_against(name, problem):

@@ -15,7 +15,7 @@ from paged_attn.backends.needs import Requirement
 
 @dataclass(frozen=True)
 class OptionalPackage:
-    """Import name, distributions that carry it (the one to install first), what it gives, the line that installs it."""
+    """Import name; distributions that contain it, first the one to install; what it provides; the install line."""
 
     module: str
     distributions: tuple[str, ...]
@@ -29,7 +29,7 @@ class OptionalPackage:
 
     @property
     def version(self) -> str | None:
-        """None if it is not installed; "unknown" for a module without a distribution (a source tree on the path)."""
+        """None if it is not installed; "unknown" for a module without a distribution (such as a source tree on the path)."""
         return installed_version(self.module, self.distributions)
 
 
@@ -57,7 +57,7 @@ PACKAGES = (
 
 
 def installed_version(module: str, distributions: tuple[str, ...]) -> str | None:
-    """None if the module is not installed; "unknown" if none of the distributions that may carry it is."""
+    """None if the module is not installed; "unknown" if none of the distributions that may contain it is."""
     if importlib.util.find_spec(module) is None:
         return None
     for name in distributions:
@@ -69,18 +69,18 @@ def installed_version(module: str, distributions: tuple[str, ...]) -> str | None
 
 
 def unmet_requirement(requirement: Requirement) -> str | None:
-    """Why the requirement is not met here (found, needed and the install line), or None if it is."""
+    """Why the requirement is not met here (found, needed, install line); None if it is."""
     lacking = what_is_lacking(requirement)
     return f"{lacking}: {requirement.install}" if lacking else None
 
 
 def unmet_requirements(requirements: Iterable[Requirement]) -> list[str]:
-    """Why those of them are not met that are not."""
+    """The reasons of all requirements that are not met."""
     return list(filter(None, map(unmet_requirement, requirements)))
 
 
 def what_is_lacking(requirement: Requirement) -> str | None:
-    """As `unmet_requirement`, without the install line, which is as long as the path of this installation."""
+    """`unmet_requirement` without the install line, which contains the path of this installation."""
     module, needed = requirement.module, requirement.version
     distributions = next((package.distributions for package in PACKAGES if package.module == module), (module,))
     found = installed_version(module, distributions)

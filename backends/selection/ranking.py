@@ -21,16 +21,16 @@ ORACLE = "reference"  # always last: it is written to be read, not to be fast
 
 @dataclass(frozen=True)
 class Order:
-    """Names of backends, best first, per phase; `why` says what put them so, `notes` says more of some names."""
+    """Names of backends, best first, per phase; `why` says where the order comes from, `notes` has remarks on some names."""
 
     extend: tuple[str, ...]
     decode: tuple[str, ...]
     why: str
     notes: dict[str, str] = field(default_factory=dict)
-    fallback: str = ""  # `why` of the order that follows this one
+    fallback: str = ""  # `why` of the order appended to this one
 
     def only(self, known: Iterable[str]) -> Order:
-        """This order without names that are not known."""
+        """This order without unknown names."""
         names = frozenset(known)
         return replace(self, extend=tuple(n for n in self.extend if n in names), decode=tuple(n for n in self.decode if n in names))
 
@@ -43,8 +43,8 @@ class Order:
 
 @dataclass(frozen=True)
 class Row:
-    """The order on one kind of device; no architectures means all that no row before has. `latents`: of models that keep latents; `decode`
-    and `latents_decode`: of decode steps, if that is another."""
+    """The order on one kind of device; no architectures means all that no earlier row has. `latents`: for models that keep latents;
+    `decode`, `latents_decode`: for decode steps, if different."""
 
     device: str
     architectures: frozenset[int]
@@ -83,7 +83,7 @@ NOT_LISTED = Row("", frozenset(), ("torch_native",), ("torch_native",), "the ord
 
 
 def row_for(device: str, architecture: int | None) -> Row:
-    """The first row that holds for a device word ("cpu-amx" is a "cpu") and a CUDA architecture."""
+    """The first row for a device word ("cpu-amx" is a "cpu") and a CUDA architecture."""
     kind = device.partition("-")[0]
     rows = (row for row in ROWS if row.device == kind and (not row.architectures or architecture in row.architectures))
     return next(rows, NOT_LISTED)

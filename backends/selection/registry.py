@@ -40,14 +40,14 @@ _of_this_process: dict[str, type[AttentionBackend]] = {}
 
 
 def register_backend(name: str, cls: type[AttentionBackend]) -> None:
-    """Make a backend known under a name, in this process: for `backend=name`, and for "auto" after ours.
+    """Registers a backend in this process, for `backend=name` and, after ours, for "auto".
 
     A package declares an entry point of the group `paged_attn.backends` instead (`name = "module:Class"`), which every process finds.
-    A second class under a name replaces the first, as when a notebook's cell runs again; engines that run keep what they have.
+    A second class under a name replaces the first, as when a notebook cell runs again; running engines keep theirs.
 
     Raises:
-        TypeError: not a class that has all of `AttentionBackend`'s methods, `name` and `capabilities`.
-        ValueError: the class calls itself otherwise; the name is empty or means something else; a package or this project has it.
+        TypeError: not a class with all of `AttentionBackend`'s methods, `name` and `capabilities`.
+        ValueError: the class has another name; the name is empty or has another meaning; a package or this project uses it.
     """
     if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
         raise TypeError(f"{cls!r} cannot be registered as {name!r}; allowed is a class derived from AttentionBackend")
@@ -87,12 +87,12 @@ def backend_names() -> list[str]:
 
 
 def third_party_names() -> list[str]:
-    """Names that other packages and this program register."""
+    """Names registered by other packages and by this program."""
     return sorted({*_entry_points(), *_of_this_process} - BUILT_IN.keys())
 
 
 def loadable_classes() -> dict[str, type[AttentionBackend]]:
-    """The classes of all names whose module can be imported."""
+    """The classes of all names whose modules can be imported."""
     found = {}
     for name in backend_names():
         with suppress(ImportError):
@@ -101,11 +101,11 @@ def loadable_classes() -> dict[str, type[AttentionBackend]]:
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
-    """The class behind a name; importing it imports no optional package.
+    """The class of a name; imports no optional package.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.
-        UnsupportedError: a name of SGLang's that nothing is registered under; the message says what to use.
+        UnsupportedError: a name of SGLang's without a registered backend; the message says what to use.
         ImportError: its module cannot be imported.
     """
     if name in _of_this_process:

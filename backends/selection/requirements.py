@@ -46,11 +46,11 @@ class Requirements:
 
     @property
     def keeps_latents(self) -> bool:
-        """Whether some layer does."""
+        """Whether any layer does."""
         return any(isinstance(problem.spec, LatentSpec) for problem in self.problems)
 
     def reasons(self, name: str, phases: frozenset[str] = PHASES) -> list[str]:
-        """Everything that speaks against a registered backend in these phases; empty if it fits."""
+        """Every reason against a registered backend in these phases; empty if it fits."""
         try:
             capabilities = backend_class(name).capabilities
         except ImportError as error:
@@ -62,7 +62,7 @@ class Requirements:
         return [name for name in backend_names() if not self.reasons(name)]
 
     def order(self) -> Order:
-        """The measured order where there is one, then the usual one; `why` says what it is, and why measurements were left aside."""
+        """The measured order if there is one, then the default one; `why` names it, or says why measurements were not used."""
         usual = default_order(self.device, self.architecture, third_party_names(), latents=self.keeps_latents)
         measured, unused = tuned_order([problem for problem in self.problems if problem.spec.by_backend], self.device_name)
         if measured is None:
@@ -70,7 +70,7 @@ class Requirements:
         return measured.only(backend_names()).followed_by(usual)
 
     def left_out(self, names: Iterable[str], order: Order, taken: str | None) -> dict[str, str]:
-        """Why each of these was not taken: it is ranked after what was, or is taken by name only, or does not fit."""
+        """Why each of these was not taken: ranked after `taken`, taken by name only, or unfit."""
         by_name_only = row_for(self.device, self.architecture).by_name_only
         why = {}
         for name in names:
@@ -82,10 +82,10 @@ class Requirements:
 
 
 def reasons_against(capabilities: Capabilities, problems: Sequence[Problem]) -> list[str]:
-    """Everything that speaks against a backend: missing packages and unmet needs; or that it is for latents, which no layer keeps, or the
-    wrong device, after which nothing else matters.
+    """Every reason against a backend: missing packages and unmet needs. If it is only for latents and no layer keeps them, or the device is
+    wrong, only that.
 
-    A need that not all layers have names the first one that has it.
+    A need of only some layers names the first of them.
     """
     asked = [(index, problem) for index, problem in enumerate(problems) if problem.spec.by_backend]
     if capabilities.latents_only and asked and not any(isinstance(problem.spec, LatentSpec) for _, problem in asked):

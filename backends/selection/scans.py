@@ -23,7 +23,7 @@ reasons_against = scans_backend.reasons_against
 
 @dataclass(frozen=True)
 class ScanSelection:
-    """The backend that was taken for an op, the one that has what it lacks, and why each other one that knows the op was not taken."""
+    """The backend for an op, the one for what it lacks (`rest`), and why each other backend that supports the op was not taken."""
 
     op: str
     name: str
@@ -36,11 +36,11 @@ class ScanSelection:
 
 
 def select_scan(name: str, problem: ScanProblem) -> ScanSelection:
-    """The first that fits with "auto", and where the one that is asked for does not know the op; else that one.
+    """The first that fits for "auto", and if the named backend does not support the op; else the named one.
 
     Raises:
         ValueError: an unknown name.
-        UnsupportedError: the named one knows the op, and cannot compute this one; the message holds every reason.
+        UnsupportedError: the named backend supports the op, but not in this form; the message has every reason.
     """
     asked = name != "auto" and problem.op in scans_backend(name).ops
     if asked and (reasons := reasons_against(name, problem)):
@@ -59,7 +59,7 @@ def select_scan(name: str, problem: ScanProblem) -> ScanSelection:
 
 
 def kernels_of(selections: Iterable[ScanSelection]) -> Kernels:
-    """What takes the places of the functions of `attn_ops/scans/` in a layer of these ops."""
+    """The kernels that replace the functions of `attn_ops/scans/` in a layer with these selections."""
     names = {name for each in selections for name in (each.name, each.rest)}
     ranked = sorted(names, key=lambda name: name not in ORDER)  # backends that support only some ops come before those that support all
     return {function: kernel for name in ranked for function, kernel in scans_backend(name).kernels().items()}

@@ -53,15 +53,15 @@ def select(
     *,
     deterministic: bool = False,
 ) -> Selection:
-    """Pick the best backend that can run every layer; with "auto" perhaps one for prefill and another for decode.
+    """Selects the best backend that can run every layer; for "auto" possibly one for prefill and another for decode.
 
     Args:
         name: "auto", a registered name, or two as "fa3,flashinfer": prefill, decode.
-        deterministic: take only what is batch-invariant.
+        deterministic: allow only batch-invariant backends.
 
     Raises:
-        ValueError: `name` is not of that form, or not registered.
-        UnsupportedError: the named backend, or every one, cannot run some layer; the message holds every reason.
+        ValueError: `name` does not have that form, or is not registered.
+        UnsupportedError: the named backend, or every backend, cannot run some layer; the message has every reason.
     """
     required = Requirements.of(layers, dtype, kv_dtype, page_size, device, deterministic=deterministic)
     selection = _automatic(required) if name == "auto" else _by_name(required, name)
@@ -82,13 +82,13 @@ def select_for_pool(
 
 
 def pick(required: Requirements, order: Order, broken: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The choice of "auto", one name or two (prefill, decode), or none; and why those before it in the order do not fit.
+    """The choice for "auto", one name, two (prefill, decode), or none; and why those earlier in the order do not fit.
 
     Args:
-        broken: names to leave out, and why.
+        broken: names to leave out -> why.
     """
     rejected = dict(broken)
-    if required.deterministic:  # two would not be batch-invariant
+    if required.deterministic:  # two backends would not be batch-invariant
         picked = [_first(required, order.decode, PHASES, broken, rejected)]
     else:
         picked = [_first(required, order.extend, EXTEND, broken, rejected), _first(required, order.decode, DECODE, broken, rejected)]
@@ -124,7 +124,7 @@ def _automatic(required: Requirements) -> Selection:
 def _first(
     required: Requirements, names: Sequence[str], phases: frozenset[str], broken: Mapping[str, str], rejected: dict[str, str]
 ) -> str | None:
-    """The first backend that fits in these phases; stores in `rejected` why those before it do not."""
+    """The first backend that fits in these phases; adds to `rejected` why those before it do not."""
     for name in names:
         if name in broken:
             continue
@@ -156,7 +156,7 @@ def split_name(name: str) -> list[str]:
     """`"fa3"` or `"fa3,flashinfer"` as one or two registered names.
 
     Raises:
-        ValueError: another form, or a name that is not registered.
+        ValueError: another form, or an unregistered name.
     """
     names = [part.strip() for part in name.split(",")]
     if len(names) > 1 and (len(names) > 2 or names[0] == names[1] or "auto" in names or "" in names):
@@ -171,7 +171,7 @@ def split_name(name: str) -> list[str]:
 
 
 def _made(names: Sequence[str], deterministic: bool) -> tuple[list[AttentionBackend], dict[str, str]]:
-    """The backends, and why some cannot be created: a package that is installed but not for this machine (an ABI, a driver, a library)."""
+    """The backends, and why some cannot be created: their package does not work on this machine (an ABI, a driver, a library)."""
     made, failed = list[AttentionBackend](), dict[str, str]()
     for name in names:
         try:
@@ -202,11 +202,11 @@ def _refusal(required: Requirements, name: str, against: Mapping[str, str]) -> U
 
 
 def serves_latents(name: str, device: torch.device) -> bool:
-    """Whether `backend=name` runs latent attention on a device, decided before a graph is rewritten. Every part of the name must; for
+    """Whether `backend=name` can run latent attention on a device; used before a graph is rewritten. Every part of the name must; for
     "auto", a backend for latents in the device's ranking must be usable, on a GPU one with kernels for it.
 
     Raises:
-        ValueError: as `select` does for a name.
+        ValueError: as `select` for a name.
     """
     if name != "auto":
         return all(Feature.MLA in backend_class(part).capabilities.features for part in split_name(name))
@@ -217,7 +217,7 @@ def serves_latents(name: str, device: torch.device) -> bool:
 
 
 def _able(capabilities: Capabilities, word: str, architecture: int | None) -> bool:
-    """Whether it runs latents in all phases: with a backend only for decode, no backend would be found for the model."""
+    """Whether it runs latents in all phases: a model with a backend only for decode would find none."""
     return (
         Feature.MLA in capabilities.features
         and capabilities.phases == PHASES

@@ -29,14 +29,14 @@ logger = logging.getLogger("paged_attn")
 VARIABLE = "PAGED_ATTN_TUNED"
 MOST_BYTES = 16 << 20
 FORMAT = 1
-WORTH_TWO = 1.03  # a second backend for one phase must save more than this: it is a second plan and a second workspace
+WORTH_TWO = 1.03  # a second backend for one phase must be faster by more than this, since it needs a plan and workspace of its own
 PHASE_WORDS = {"extend": "prefill", "decode": "decode"}
-Ranking = dict[str, float]  # backend -> its geometric mean time of all shapes, over that of the fastest; fastest first
+Ranking = dict[str, float]  # backend -> geometric mean time over all shapes, relative to the fastest; fastest first
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The layers that an entry speaks for."""
+    """The layers that an entry applies to."""
 
     group_size: int
     qk_head_dim: int
@@ -60,9 +60,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Entry:
-    """One measurement: `microseconds[phase][shape][backend]`, or the reason as text where a backend failed.
+    """One measurement: `microseconds[phase][shape][backend]`, or the reason as text if a backend failed.
 
-    `versions` are those that the result depends on; `conditions` is for readers.
+    `versions`: those that the result depends on; `conditions`: for readers.
     """
 
     kind: Kind
@@ -72,7 +72,7 @@ class Entry:
     conditions: dict[str, Any] = field(default_factory=dict)
 
     def ranking(self, phase: str) -> Ranking:
-        """The ranking of the backends that ran every shape; the others are left out."""
+        """The ranking of the backends that ran every shape."""
         shapes = [{n: us for n, us in times.items() if not isinstance(us, str) and us > 0} for times in self.microseconds[phase].values()]
         names = set.intersection(*map(set, shapes)) if shapes else set()
         return _ranked({name: math.fsum(math.log(times[name]) for times in shapes) / len(shapes) for name in names})
@@ -91,17 +91,17 @@ class Entry:
 
 
 def tuned_path(device_name: str) -> Path | None:
-    """$PAGED_ATTN_TUNED (None if it is off), or a file of the device in the user's cache directory; it need not exist."""
+    """$PAGED_ATTN_TUNED (None if off), or the device's file in the user's cache directory, which need not exist."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     of_device = f"{re.sub(r'[^a-z0-9]+', '-', device_name.lower()).strip('-')}.json"
     return path_of_variable(VARIABLE, cache / "paged_attn" / "tuned" / of_device)
 
 
 def read_entries(path: Path, device_name: str) -> list[Entry]:
-    """Entries of a file; none if there is no file or it is of another device.
+    """The entries of a file; none if there is no file or it is for another device.
 
     Raises:
-        UnsupportedError: the file cannot be read, or is not a file of `paged-attn tune`.
+        UnsupportedError: the file cannot be read, or was not written by `paged-attn tune`.
     """
     if not path.exists():
         return []
@@ -118,11 +118,11 @@ def read_entries(path: Path, device_name: str) -> list[Entry]:
 
 
 def write_entry(path: Path, device_name: str, entry: Entry) -> None:
-    """Add an entry to a file, in place of one for the same kind; a file of another device, or one that cannot be read, is written over."""
+    """Adds an entry to a file, replacing one for the same kind. Overwrites a file that is for another device or cannot be read."""
     try:
         kept = [other for other in read_entries(path, device_name) if other.kind != entry.kind]
     except UnsupportedError as error:
-        logger.warning("writing over it: %s", error)
+        logger.warning("overwriting it: %s", error)
         kept = []
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {"format": FORMAT, "device": device_name, "entries": [each.as_json() for each in (*kept, entry)]}
@@ -140,7 +140,7 @@ def current_versions() -> dict[str, str]:
 
 
 def tuned_order(problems: Sequence[Problem], device_name: str) -> tuple[Order | None, str]:
-    """The measured order for these layers, or None and half a sentence on why the measurements that exist are not used ("" without any).
+    """The measured order for these layers, or None and a clause on why existing measurements are not used ("" without any).
 
     Raises:
         UnsupportedError: see `read_entries`.
@@ -165,7 +165,7 @@ def tuned_order(problems: Sequence[Problem], device_name: str) -> tuple[Order | 
 
 
 def _combined(rankings: Sequence[tuple[Ranking, int]]) -> Ranking:
-    """One ranking of several kinds of layers, each as heavy as it has layers."""
+    """One ranking for several kinds of layers, weighted by their number of layers."""
     names = set.intersection(*(set(ranking) for ranking, _ in rankings))
     total = sum(count for _, count in rankings)
     return _ranked({name: math.fsum(math.log(ranking[name]) * count for ranking, count in rankings) / total for name in names})

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-SAMPLE_MS = 4.0  # a sample is about that long: the gap between two graphs is a microsecond or two
+SAMPLE_MS = 4.0  # duration of a sample: long beside the microsecond or two between two graphs
 ROUNDS = (5, 400)  # fewest and most samples per function
 MOST_PASSES = 100  # calls of a function in one sample
 
 
 @dataclass
 class Turn:
-    """What is sampled, `passes` of a function; `samples` are microseconds per pass."""
+    """What is sampled: `passes` calls of a function; `samples` are microseconds per pass."""
 
-    function: Callable[[], object]  # kept, because a graph does not keep the memory that its kernels use
+    function: Callable[[], object]  # kept alive, since a graph does not keep the memory that its kernels use
     run: Callable[[], object]
     passes: int
     milliseconds: float
@@ -46,13 +46,13 @@ class Turn:
             with torch.cuda.graph(graph):
                 repeat()
         finally:
-            torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream behind
+            torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
         graph.replay()
         return cls(function, graph.replay, passes, _milliseconds(graph.replay, device), graphed)
 
 
 def sample_in_turns(turns: Mapping[str, Turn], device: torch.device, min_ms: float) -> None:
-    """Fill `samples` of each, with about `min_ms` of them; those that are slow drop out first."""
+    """Fills `samples` of each with about `min_ms` of samples; slow functions get fewer."""
     left = {name: max(ROUNDS[0], min(ROUNDS[1], math.ceil(min_ms / turn.milliseconds))) for name, turn in turns.items()}
     finish = []
     for done in range(max(left.values(), default=0)):
@@ -64,7 +64,7 @@ def sample_in_turns(turns: Mapping[str, Turn], device: torch.device, min_ms: flo
 
 
 def _sample(turn: Turn, device: torch.device) -> tuple[Turn, Callable[[], float]]:
-    """Run once; the time is read later, so that the GPU never waits for the host."""
+    """Runs one sample; its time is read later, so that the GPU never waits for the host."""
     if device.type != "cuda":
         started = time.perf_counter()
         turn.run()

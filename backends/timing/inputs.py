@@ -27,7 +27,7 @@ class Inputs:
     """A problem on a device: `num_sets` layers of one pool, all with the same batch, each with its own query and output.
 
     query [sets, T, q_heads, qk_dim]; key and value [sets, T, kv_heads, dim], those of the new tokens; output [sets, T, q_heads, v_dim].
-    Pages are taken in random order; page 0 and the spare ones hold NaN. No row is padding: the time is that of attention.
+    Pages are taken in random order; page 0 and the spare ones hold NaN. There are no padding rows, so the time is that of attention.
     """
 
     problem: TimedProblem
@@ -83,17 +83,17 @@ class Inputs:
         return AttentionCall(layer, self.pool.layers[layer], query, key, value, output, self.sinks, None)
 
     def store_new(self) -> None:
-        """Put K and V of the new tokens in the pool."""
+        """Stores K and V of the new tokens in the pool."""
         for pooled, new in self._pooled():
             pooled[self._new] = new
 
     def poison_new(self) -> None:
-        """Forget K and V of the new tokens in the pool."""
+        """Overwrites K and V of the new tokens in the pool with NaN."""
         for pooled, _ in self._pooled():
             pooled[self._new] = float("nan")
 
     def num_wrong(self) -> int:
-        """Rows of K and V of new tokens, over all layers, that are not in the pool as they were given."""
+        """Number of rows of K and V of new tokens, over all layers, that differ in the pool from what was given."""
         wrong = [(pooled[self._new] != new).flatten(1).any(1).sum() for pooled, new in self._pooled()]
         return int(torch.stack(wrong).sum())
 

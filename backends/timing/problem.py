@@ -19,10 +19,10 @@ from paged_attn.backends.devices import architecture_of, device_word
 
 @dataclass(frozen=True)
 class TimedProblem:
-    """One layer of one step. `requests` holds (cached, new) tokens of each; a problem of kind "decode" has one new token in each.
+    """One layer of one step. `requests`: (cached, new) tokens of each; in a problem of kind "decode" each has one new token.
 
     The other fields are those of `AttentionSpec`; scale is `qk_head_dim ** -0.5` unless given. K and V have the dtype of the queries.
-    The first `shared` tokens are the same of all requests, in the same pages.
+    All requests share their first `shared` tokens, in the same pages.
 
     Raises:
         ValueError: no requests; a request without a new token; a decode without context or with several new tokens; shared tokens that end
@@ -51,7 +51,7 @@ class TimedProblem:
         wrong = [r for r in self.requests if r[0] < decode or r[1] < 1 or (decode and r[1] > 1)]
         if self.kind not in ("decode", "prefill") or not self.requests or wrong:
             raise ValueError(
-                f"a timed problem of kind {self.kind!r} has {len(self.requests)} requests, of which (cached, new) {wrong[:3]} cannot be; "
+                f"a timed problem of kind {self.kind!r} has {len(self.requests)} requests, of which (cached, new) {wrong[:3]} are invalid; "
                 "allowed are 'decode' with at least one cached and one new token each, and 'prefill' with at least one new token each"
             )
         fewest = min(cached for cached, _ in self.requests)
@@ -68,7 +68,7 @@ class TimedProblem:
         return AttentionSpec(**given | {"scale": self.qk_head_dim**-0.5 if self.scale is None else self.scale})
 
     def layer_problem(self, device: torch.device) -> Problem:
-        """For `capabilities.unmet`."""
+        """The problem for `capabilities.unmet`."""
         phases = frozenset({"decode" if self.kind == "decode" else "extend"})
         word = device_word(device)
         return Problem(self.spec, self.dtype, self.dtype, self.page_size, word, architecture_of(device), phases=phases)
@@ -79,7 +79,7 @@ class TimedProblem:
 
     @property
     def kv_bytes(self) -> int:
-        """All KV of the requests, visible or not, shared ones once."""
+        """Bytes of all KV of the requests, visible or not; shared tokens count once."""
         return (sum(cached + new for cached, new in self.requests) - self._again) * self._token_bytes
 
     @property
@@ -88,7 +88,7 @@ class TimedProblem:
         return 2 * self.num_tokens * self._token_bytes
 
     def bytes_moved(self, with_write: bool = False) -> int:
-        """KV that any query sees, queries and output, each once. Shared tokens are taken to be seen by all requests, window or not."""
+        """KV that any query sees, queries and output, each once. Shared tokens count as seen by all requests, whatever the window."""
         seen = sum(int(last.max() - first.min()) + 1 for first, last in map(self._view, self.requests))
         seen -= self._again
         rows = self.num_tokens * self.num_q_heads * (self.qk_head_dim + self.v_head_dim) * self.dtype.itemsize

@@ -15,7 +15,7 @@ from paged_attn.backends.timing.inputs import Inputs
 
 
 class WrongResultError(RuntimeError):
-    """A backend that is not timed, because its numbers are not the reference's."""
+    """A backend is not timed because its results differ from the reference."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Timing:
     """One layer of one step: the median of all samples, or an error.
 
     Attributes:
-        microseconds: median; NaN with an error, and so are all other numbers.
-        gbytes_per_s: KV, queries and output read or written once, over the median.
+        microseconds: median; NaN with an error, like all other numbers.
+        gbytes_per_s: KV, queries and output, read or written once, over the median.
         tflops: 2 * (qk_dim + v_dim) operations per query head and visible (query, key) pair, over the median.
-        error: why there is no time; None if there is one.
+        error: why there is no time, or None.
         min_microseconds: the fastest sample.
         spread: (90th - 10th percentile) / median.
         samples: how many.
-        graphed: whether CUDA graphs were replayed; a plain loop's time holds what of the host's work the GPU waits for.
-        relative_error: of the worst row, as the check found it.
+        graphed: whether CUDA graphs were replayed; otherwise the time includes host work that the GPU waits for.
+        relative_error: of the worst row in the check.
     """
 
     microseconds: float
@@ -65,8 +65,8 @@ def time_all(
     num_bytes: int,
     flops: int,
 ) -> dict[str, Timing]:
-    """Prepare each backend, then sample those that could be, in turns. `prepare` checks one, and returns one pass over all layers and the
-    error found; it raises if the backend is not to be timed."""
+    """Prepares each backend, then samples in turns those that work. `prepare` checks one and returns (one pass over all layers, the error
+    found); it raises if the backend must not be timed."""
     results: dict[str, Timing] = {}
     turns: dict[str, Turn] = {}
     errors: dict[str, float] = {}
@@ -76,7 +76,7 @@ def time_all(
             continue
         try:
             one_pass, errors[name] = prepare(backend)
-            # One that declares for one phase that it may be captured can replay any step that stays the same, as ours does.
+            # A backend that may be captured in one phase can replay any step that stays the same, as ours does.
             captured = any(support is not GraphSupport.NEVER for support in backend.capabilities.graphs.values())
             turns[name] = Turn.of(one_pass, inputs.device, inputs.device.type == "cuda" and captured)
         except failures() as error:
@@ -87,6 +87,6 @@ def time_all(
 
 
 def failures() -> tuple[type[BaseException], ...]:
-    """What backends that do not work raise: errors of Python, of CUDA, of compilers that they start, and Triton's own."""
+    """Errors of backends that do not work: of Python, CUDA, compilers that they start, and Triton."""
     return (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError, OSError,
             subprocess.SubprocessError, *triton_errors())  # fmt: skip

@@ -24,7 +24,7 @@ from paged_attn.backends.timing.run import Timing, WrongResultError, time_all
 
 __all__ = ["TimedProblem", "Timing", "time_backends"]
 
-# Largest error of a row, relative to the row: what rounding inputs and probabilities to the dtype explains.
+# Largest error of a row, relative to the row: explained by rounding inputs and probabilities to the dtype.
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 SCORE_BYTES = 1 << 30
 
@@ -38,13 +38,13 @@ def time_backends(
     with_write: bool = False,
     device: torch.device | str | None = None,
 ) -> dict[str, Timing]:
-    """A timing for each backend, in the order given; one that does not fit, fails, or gives wrong numbers gets an error instead.
+    """A timing for each backend, in the given order; one that does not fit, fails, or computes wrong results gets an error instead.
 
     Args:
         min_ms: about how long each backend is sampled.
-        in_graph_plan: time `plan_in_graph` as well, once per pass over all layers; else it runs once, before.
-        with_write: store K and V of the new tokens in the pool as well; else they are there already.
-        device: the GPU if there is one. Off the GPU there are no graphs, and times are those of a plain loop.
+        in_graph_plan: also time `plan_in_graph`, once per pass over all layers; otherwise it runs once, before.
+        with_write: also store K and V of the new tokens in the pool; otherwise they are already there.
+        device: by default the GPU if there is one. Without a GPU there are no graphs, and times are those of a plain loop.
     """
     inputs = Inputs.make(problem, default_device() if device is None else device)
     with current_device(inputs.device):
@@ -67,7 +67,7 @@ def time_backends(
             inputs.output.fill_(float("nan"))
             one_pass()
             wrong = inputs.num_wrong()
-            inputs.store_new()  # also after a backend that spoilt them
+            inputs.store_new()  # in case a backend overwrote them
             return one_pass, _checked(inputs, expected, wrong)
 
         return time_all(backends, inputs, prepare, min_ms, problem.bytes_moved(with_write), problem.flops)
@@ -79,7 +79,7 @@ def _checked(inputs: Inputs, expected: Mapping[int, Tensor], wrong_slots: int) -
     found = {layer: relative_error(inputs.output[layer], rows) for layer, rows in expected.items()}
     tolerance = TOLERANCES[inputs.problem.dtype]
     for layer, error in found.items():
-        if not error <= tolerance:  # NaN is wrong, too
+        if not error <= tolerance:  # true for NaN
             raise WrongResultError(
                 f"relative error {error:.3g} in layer {layer} against the float32 reference; allowed is {tolerance:g}, so it was not timed"
             )
@@ -87,7 +87,7 @@ def _checked(inputs: Inputs, expected: Mapping[int, Tensor], wrong_slots: int) -
 
 
 def row_attention(inputs: Inputs, layer: int) -> Tensor:
-    """What `layer` must give: [T, q_heads, v_dim] float32, from the K and V in the pool. It shares no code with any backend."""
+    """The expected output of `layer`: [T, q_heads, v_dim] float32, from the K and V in the pool. Shares no code with any backend."""
     batch, spec, results, row = inputs.batch, inputs.pool.layers[layer], [], 0
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # not TF32
@@ -98,7 +98,7 @@ def row_attention(inputs: Inputs, layer: int) -> Tensor:
             keys, values = (pool[pages].flatten(0, 1)[:length].transpose(0, 1).float()
                             for pool in (inputs.pool.key(layer), inputs.pool.value(layer)))  # fmt: skip
             query = inputs.query[layer, row : row + new]
-            step = max(1, SCORE_BYTES // (4 * 4 * spec.num_q_heads * length))  # some four tensors of scores
+            step = max(1, SCORE_BYTES // (4 * 4 * spec.num_q_heads * length))  # about four tensors of scores
             for start in range(0, new, step):
                 some = query[start : start + step].float()
                 results.append(_attention(spec, some, keys, values, length - new + start, inputs.sinks))
@@ -109,7 +109,7 @@ def row_attention(inputs: Inputs, layer: int) -> Tensor:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest error of a row [.., dim], over the row's norm (at least a tenth of the rows' mean); NaN where anything is NaN."""
+    """The largest error of a row [.., dim], relative to its norm (at least a tenth of the rows' mean norm); NaN if there is any NaN."""
     norm = expected.norm(dim=-1)
     return float(((actual.float() - expected).norm(dim=-1) / norm.clamp(min=norm.mean() / 10)).max())
 

@@ -106,9 +106,9 @@ def test_the_peers_numbers_come_out():
     ("kind", "requests", "message"),
     [
         ("decode", (), "'decode' has 0 requests"),
-        ("decode", ((4, 2),), r"\[\(4, 2\)\] cannot be"),
-        ("decode", ((0, 1),), r"\[\(0, 1\)\] cannot be"),
-        ("prefill", ((4, 0),), r"\[\(4, 0\)\] cannot be"),
+        ("decode", ((4, 2),), r"\[\(4, 2\)\] are invalid"),
+        ("decode", ((0, 1),), r"\[\(0, 1\)\] are invalid"),
+        ("prefill", ((4, 0),), r"\[\(4, 0\)\] are invalid"),
         ("extend", ((4, 1),), "kind 'extend'"),
     ],
 )

@@ -17,7 +17,7 @@ from paged_attn.backends.attention.base import AttentionCall, StoringBackend
 
 @dataclass(slots=True)
 class WorkspacePlan:
-    """A step of a kernel that has a workspace; `page_table` [R, width] int32 is made as it wants it on the device (`plan_in_graph`)."""
+    """A step of a kernel with a workspace; `page_table` [R, width] int32 is made in the kernel's form on the device (`plan_in_graph`)."""
 
     batch: Batch
     pool: KVPool
@@ -26,7 +26,7 @@ class WorkspacePlan:
 
 
 class DecodeOnlyBackend(StoringBackend):
-    """`prefill_with` names a backend that serves the other steps on the same GPU, for messages. Plans have `batch` and `pool`."""
+    """`prefill_with`: a backend for the other steps on the same GPU, for messages. Plans have `batch` and `pool`."""
 
     prefill_with: ClassVar[str]
 
@@ -36,19 +36,19 @@ class DecodeOnlyBackend(StoringBackend):
 
     @abstractmethod
     def check_pool(self, pool: KVPool) -> None:
-        """Raises UnsupportedError for one that the kernels cannot read."""
+        """Raises UnsupportedError for a pool that the kernels cannot read."""
 
     def check_once(self, pool: KVPool) -> None:
-        """`check_pool`, at the first step of each pool."""
+        """Calls `check_pool` at the first step of each pool."""
         if pool not in self._checked:
             self.check_pool(pool)
             self._checked.add(pool)
 
     def forward_extend(self, plan: Any, call: AttentionCall) -> None:
-        """Only the step without requests.
+        """Does nothing for a step without requests.
 
         Raises:
-            UnsupportedError: there is something to extend.
+            UnsupportedError: there are requests to extend.
         """
         if plan.batch.num_requests:
             first = self.prefill_with

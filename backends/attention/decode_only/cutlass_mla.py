@@ -21,7 +21,7 @@ from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend, Wo
 from paged_attn.backends.attention.flash_style import for_kernel
 from paged_attn.backends.needs import HALF, SGL_KERNEL, importing
 
-SPLITS = 1  # another number is chosen by lengths on the host, which a captured graph would keep
+SPLITS = 1  # any other value is chosen from host lengths, which a captured graph would keep
 
 
 class CutlassMlaBackend(DecodeOnlyBackend):
@@ -50,16 +50,16 @@ class CutlassMlaBackend(DecodeOnlyBackend):
         with importing(self.name, "sgl_kernel with cutlass_mla_decode", *self.capabilities.requirements):
             module = importlib.import_module("sgl_kernel")
             self._attend, self._workspace_bytes = module.cutlass_mla_decode, module.cutlass_mla_get_workspace_size
-        self._workspaces: list[Tensor] = []  # the last is in use; captured graphs may hold the others
+        self._workspaces: list[Tensor] = []  # the last is in use; captured graphs may still use the others
 
     def plan(self, batch: Batch, pool: KVPool) -> WorkspacePlan:
-        """Only a workspace is made; the page table will count adjacent pages. Raises UnsupportedError: see `check_pool`."""
+        """Creates only a workspace; the page table will count adjacent pages. Raises UnsupportedError: see `check_pool`."""
         workspace = self._workspace(batch) if batch.num_requests else batch.page_table.new_empty(0, dtype=torch.uint8)
         self.check_once(pool)
         return WorkspacePlan(batch, pool, workspace, batch.page_table)
 
     def check_pool(self, pool: KVPool) -> None:
-        """Check that a pool is made of such rows alone."""
+        """Checks that a pool consists only of such rows."""
         pages_in_page(pool)
 
     def plan_in_graph(self, plan: WorkspacePlan) -> None:
@@ -74,7 +74,7 @@ class CutlassMlaBackend(DecodeOnlyBackend):
         call.output[:count].copy_(result)
 
     def _workspace(self, batch: Batch) -> Tensor:
-        """Not created in each step, because a captured graph keeps the address."""
+        """Reused between steps, since a captured graph keeps the address."""
         table = batch.page_table
         size = self._workspace_bytes(table.shape[1] * batch.page_size, batch.num_requests, num_kv_splits=SPLITS)
         if not self._workspaces or self._workspaces[-1].numel() < size or self._workspaces[-1].device != table.device:
@@ -83,23 +83,23 @@ class CutlassMlaBackend(DecodeOnlyBackend):
 
 
 def pages_in_page(pool: KVPool) -> int:
-    """How many pages of one layer a page of the pool is.
+    """How many pages of one layer are as large as a page of the pool.
 
     Raises:
-        UnsupportedError: it is not a whole number of them, or a layer has other rows.
+        UnsupportedError: not a whole number, or some layer has other rows.
     """
     widths = {spec.qk_head_dim if isinstance(spec, LatentSpec) else 0 for spec in pool.layers if spec.by_backend}
     width = max(widths)
     if len(widths) > 1 or not width or pool.page_elements % (width * pool.page_size):
         raise UnsupportedError(
-            "cutlass_mla takes the pages of a layer for adjacent, so that all that a pool keeps must be rows of one width; got layers of "
+            "cutlass_mla assumes that the pages of a layer are adjacent, so a pool may contain only rows of one width; got layers of "
             f"{', '.join(sorted({spec.describe() for spec in pool.layers}))}: take another backend, such as 'triton'"
         )
     return pool.page_elements // (width * pool.page_size)
 
 
 def adjacent_pages(pool: KVPool, layer_id: int) -> Tensor:
-    """[pages, page_size, width] of the pool from a layer's first row on: every `pages_in_page`-th is one of the layer."""
+    """[pages, page_size, width] of the pool from a layer's first row on; every `pages_in_page`-th belongs to the layer."""
     rows = pool.key(layer_id)
     _, size, _, width = rows.shape
     return rows.as_strided(((pool.num_pages - 1) * pages_in_page(pool) + 1, size, width), (size * width, width, 1))

@@ -24,7 +24,7 @@ from paged_attn.backends.needs import HALF, SGL_KERNEL, importing
 
 @dataclass(slots=True)
 class FlashMlaPlan:
-    """`schedules`, by number of query heads: how multiprocessors share the step [parts, 8], and splits of requests [R + 1], int32."""
+    """`schedules`: number of query heads -> (how multiprocessors share the step [parts, 8], splits of requests [R + 1]), int32."""
 
     batch: Batch
     pool: KVPool
@@ -53,17 +53,17 @@ class FlashMlaBackend(DecodeOnlyBackend):
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
         with importing(self.name, "sgl_kernel with FlashMLA", *self.capabilities.requirements):
-            importlib.import_module("sgl_kernel.flashmla_ops")  # flash_mla itself can be imported without it, and fails when called
+            importlib.import_module("sgl_kernel.flashmla_ops")  # flash_mla can be imported without it, and then fails when called
             module = importlib.import_module("sgl_kernel.flash_mla")
         self._schedule, self._attend = module.get_mla_metadata, module.flash_mla_with_kvcache
 
     def plan(self, batch: Batch, pool: KVPool) -> FlashMlaPlan:
-        """Nothing is planned on the host. Raises UnsupportedError: see `check_pool`."""
+        """Plans nothing on the host. Raises UnsupportedError: see `check_pool`."""
         self.check_once(pool)
         return FlashMlaPlan(batch, pool)
 
     def check_pool(self, pool: KVPool) -> None:
-        """Its rows must lie at multiples of 16 bytes."""
+        """Checks that its rows start at multiples of 16 bytes."""
         check_pool(pool, self.name)
 
     def plan_in_graph(self, plan: FlashMlaPlan) -> None:

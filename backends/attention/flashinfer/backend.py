@@ -35,7 +35,7 @@ from paged_attn.backends.needs import FLASHINFER, HALF
 class Plan:
     """A step's parts, tables and planned launches. It owns its wrappers, so it must live as long as the step.
 
-    `launches` by part, kind and whether K and V are the step's own; `stored` holds the layers whose K and V this step wrote.
+    `launches`: by part, kind and whether K and V are the step's own; `stored`: layers whose K and V this step wrote.
     """
 
     batch: Batch
@@ -55,7 +55,7 @@ class Plan:
         return self.tables[part, skip]
 
     def shared_for(self, part: int) -> int:
-        """Pages that all requests of a decoding part have in common."""
+        """The number of pages that all requests of a decoding part share."""
         if part not in self.shared:
             self.shared[part] = shared_pages(self.batch, self.parts[part])
         return self.shared[part]
@@ -98,15 +98,15 @@ class FlashInferBackend(StoringBackend):
         self._kinds: weakref.WeakKeyDictionary[KVPool, PoolKinds] = weakref.WeakKeyDictionary()
 
     def plan(self, batch: Batch, pool: KVPool) -> Plan:
-        """Plan every kind of layer of the pool, for every part of the batch; latents of steps that extend when they are asked for.
+        """Plans every kind of layer of the pool, for every part of the batch; latents of extending steps are planned on demand.
 
         Raises:
-            UnsupportedError: a layer or a pool that FlashInfer cannot run.
+            UnsupportedError: a layer or pool that FlashInfer cannot run.
         """
         plan = Plan(batch, pool, self.kinds(pool), parts_of(batch), self.planner(pool))
         for part in range(len(plan.parts)):
             for kind, owns_kv in plan.layers.used:
-                # In a step that extends, rows of latents may be attended to for some requests only, which have a plan of their own.
+                # In an extending step, only some requests may attend to rows of latents; these have a plan of their own.
                 if batch.mode is ForwardMode.DECODE or not plan.layers.kinds[kind].rank:
                     self._launch(plan, part, kind, owns_kv and _reads_own(plan, part, kind))
         return plan
@@ -116,7 +116,7 @@ class FlashInferBackend(StoringBackend):
         plan.stored.add(call.layer_id)
 
     def forward_extend(self, plan: Plan, call: AttentionCall) -> None:
-        """Decode steps, too: the plan's parts say which kernel."""
+        """Also runs decode steps: the plan's parts select the kernel."""
         kind, written = kind_for(plan.layers, call, plan.pool), call.layer_id in plan.stored
         for index, part in enumerate(plan.parts):
             rows = slice(part.row, part.end)
@@ -142,14 +142,14 @@ class FlashInferBackend(StoringBackend):
         return GraphDecode(self, max_requests, max_pages)
 
     def kinds(self, pool: KVPool) -> PoolKinds:
-        """The kinds of a pool's layers, found once."""
+        """The kinds of a pool's layers; computed once."""
         found = self._kinds.get(pool)
         if found is None:
             found = self._kinds[pool] = kinds_of(pool)
         return found
 
     def planner(self, pool: KVPool) -> Planner:
-        """What plans for pools of that device, dtype and page size."""
+        """The planner for pools of that device, dtype and page size."""
         key = (pool.device, pool.dtype, pool.page_size)
         if key not in self._planners:
             self._planners[key] = Planner(self._module, self.wrappers, *key)
@@ -180,7 +180,7 @@ class FlashInferBackend(StoringBackend):
 
 
 def _reads_own(plan: Plan, part: int, kind: int) -> bool:
-    """Whether the step's own K and V are all that the part's requests have. Sinks and latents are used with pages only."""
+    """Whether the step's own K and V are all that the part's requests have. Sinks and latents are used only with pages."""
     found = plan.layers.kinds[kind]
     return plan.parts[part].fresh and not found.has_sinks and not found.rank
 
@@ -194,11 +194,10 @@ class GraphPlan:
 
 
 class GraphDecode(StoringBackend):
-    """Decode steps of up to `max_requests` requests whose pages are `max_pages` at most, one per missing request included.
+    """Decode steps of up to `max_requests` requests with at most `max_pages` pages, counting one for each missing request.
 
-    Made by `FlashInferBackend.for_graph`. It serves one pool and one stream. Its plan waits if the device has not begun
-    the step before. A batch may have fewer requests: the rest read the reserved page 0, and their rows are padding. Shared prefixes are
-    not looked for.
+    Made by `FlashInferBackend.for_graph`; serves one pool and one stream. Its plan waits if the device has not started the previous step.
+    A batch may have fewer requests: the rest read the reserved page 0, and their rows are padding. Shared prefixes are not used.
     """
 
     def __init__(self, parent: FlashInferBackend, max_requests: int, max_pages: int) -> None:
@@ -214,10 +213,10 @@ class GraphDecode(StoringBackend):
         self._slots: dict[Kind, Slot] = {}
 
     def plan(self, batch: Batch, pool: KVPool) -> GraphPlan:
-        """Fill the buffers for this step.
+        """Fills the buffers for this step.
 
         Raises:
-            UnsupportedError: a batch that the graph cannot hold, or another pool than that of the first plan.
+            UnsupportedError: a batch that does not fit into the graph, or another pool than in the first plan.
         """
         self._check(batch, pool)
         if self.buffers is None:
@@ -239,7 +238,7 @@ class GraphDecode(StoringBackend):
         return plan
 
     def refresh(self, plan: GraphPlan, batch: Batch) -> None:
-        """Plan again: into the same wrappers and buffers, which the graph reads. It waits where `plan` does."""
+        """Plans again, into the same wrappers and buffers, which the graph reads. Waits as `plan` does."""
         self.plan(batch, plan.pool)
 
     def forward_decode(self, plan: GraphPlan, call: AttentionCall) -> None:
@@ -267,7 +266,7 @@ class GraphDecode(StoringBackend):
 
 
 def _ways(planner: Planner, kind: Kind) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """What makes a wrapper for decode steps of a kind, and what plans it."""
+    """(makes a wrapper for decode steps of a kind, plans it)."""
     if kind.rank:
         return planner.make_latent, partial(planner.plan_latent, causal=False)
     if kind.has_sinks:

@@ -20,28 +20,28 @@ FA3_TILE = {64: 192}  # queries per tile by head dim; 128 otherwise
 FA2_BLOCKS_PER_SM = 2
 CASCADE_REQUESTS, CASCADE_TOKENS = 16, 1024
 MERGE_THREADS = 1024
-LATENT_TILE = 64  # rows of queries, and of a pair of programs twice as many, which latents get for more than 64 rows a request
-LATENT_ITEMS = 16384  # most work items in one plan; FlashInfer does not check
+LATENT_TILE = 64  # rows of queries per program; a pair of programs, with twice as many, is used above 64 rows per request
+LATENT_ITEMS = 16384  # most work items in one plan; FlashInfer does not check this
 
 
 def uses_tensor_cores(kind: Kind) -> bool:
-    """Whether decode runs on "fa2": large groups, groups that the CUDA-core kernel lacks, and windows, behind which it would read on."""
+    """Whether decode runs on "fa2": for large groups, groups that the CUDA-core kernel lacks, and windows, which it does not stop at."""
     return kind.group_size >= TENSOR_CORE_GROUP or kind.group_size not in DECODE_GROUPS or kind.window_left >= 0
 
 
 def prefill_kernel(
     kind: Kind, query_lens: Sequence[int], architecture: int | None, num_sms: int, wanted: PrefillChoice = "auto"
 ) -> PrefillKernel:
-    """The kernel for extending requests: the wanted one, or with "auto" "fa3" on SM90 if its tiles fill the GPU, else "fa2".
+    """The kernel for extending requests: the wanted one, or for "auto" "fa3" on SM90 if its tiles fill the GPU, else "fa2".
 
     Raises:
-        UnsupportedError: bidirectional attention with a window, which "fa2" gets wrong (flashinfer#4972), where "fa3" is not to be had.
+        UnsupportedError: bidirectional attention with a window, which "fa2" computes wrongly (flashinfer#4972), where "fa3" is unavailable.
     """
     if not kind.causal and kind.window_left >= 0 and wanted != "fa3":
         if architecture != 90 or wanted == "fa2":
             gpu = "no CUDA device" if architecture is None else f"SM{architecture}"
             raise UnsupportedError(
-                f"flashinfer runs bidirectional layers with a window through 'fa3' on SM90 only; got prefill={wanted!r} on {gpu}: "
+                f"flashinfer runs bidirectional layers with a window only through 'fa3' on SM90; got prefill={wanted!r} on {gpu}: "
                 "take another backend"
             )
         return "fa3"
@@ -55,9 +55,9 @@ def prefill_kernel(
 
 
 def cascade_pays(kind: Kind, num_requests: int, shared_tokens: int) -> bool:
-    """Whether attending to a shared prefix once, for all requests together, and merging is worth its three launches instead of one.
+    """Whether attending to a shared prefix once for all requests, and merging, is worth three launches instead of one.
 
-    Only where it is right, too: every query must see the whole prefix (no window), and a sink would count twice.
+    Also False where it would be wrong: every query must see the whole prefix (no window), and a sink would count twice.
     """
     fits = kind.num_q_heads * max(1, kind.head_dim // max(8, kind.head_dim // 32)) <= MERGE_THREADS  # one thread block merges a row
     plain = kind.window_left < 0 and not kind.has_sinks
@@ -65,16 +65,16 @@ def cascade_pays(kind: Kind, num_requests: int, shared_tokens: int) -> bool:
 
 
 def latent_items(kind: Kind, query_lens: Sequence[int], num_sms: int) -> int:
-    """The most work items that a plan for latents may have: tiles of queries, and one more where each pair of programs is cut off."""
+    """The most work items in a plan for latents: tiles of queries, plus one for each place where a pair of programs is cut off."""
     rows = [length * kind.num_q_heads for length in query_lens]
     tile = 2 * LATENT_TILE if sum(rows) // len(rows) > LATENT_TILE else LATENT_TILE
     return sum(-(-each // tile) for each in rows) + num_sms
 
 
 def workspace_bytes(kind: Kind, num_sms: int, num_rows: int = 0) -> int:
-    """What "fa2" may ask of its float workspace: a partial output and a log-sum-exp per row of each tile and split.
+    """The most that "fa2" may need of its float workspace: a partial output and a log-sum-exp per row of each tile and split.
 
-    `num_rows` is the row count of a captured graph, whose plan reserves for every row that the graph may hold; 0 without a graph.
+    `num_rows`: the row count of a captured graph, whose plan reserves memory for every row; 0 without a graph.
     """
     if kind.rank:
         return 2 * num_sms * LATENT_TILE * (2 * kind.rank + 4) + 64

@@ -15,15 +15,15 @@ from paged_attn.backends.attention.base import AttentionCall
 
 LN_2 = math.log(2.0)
 RANK, ROTATED = 512, 64  # the only latent widths for which the kernels are known to be correct
-MOST_ELEMENTS = 1 << 32  # in a pool: the latent kernels index in 32 bits
-VECTOR_BYTES = 16  # FlashInfer loads and stores that many at a time, and so does TMA
+MOST_ELEMENTS = 1 << 32  # in a pool: the latent kernels use 32-bit indices
+VECTOR_BYTES = 16  # FlashInfer, like TMA, loads and stores this many at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Everything of a layer that FlashInfer's plan and run take. `window_left` is -1 without a window, `softcap` 0 without one.
+    """Everything about a layer that FlashInfer's plan and run depend on. `window_left` is -1 without a window, `softcap` 0 without one.
 
-    `rank` is 0 but for latents, whose values are the first `rank` elements of rows that are `head_dim` wide.
+    `rank` is 0 except for latents, whose values are the first `rank` elements of rows of width `head_dim`.
     """
 
     num_q_heads: int
@@ -41,7 +41,7 @@ class Kind:
         """The kind of a layer.
 
         Raises:
-            UnsupportedError: for what no kernel of FlashInfer computes; the selection asks before, so that this is the second guard.
+            UnsupportedError: no kernel of FlashInfer computes it; a second guard, since selection checks this earlier.
         """
         latent = isinstance(spec, LatentSpec)
         dims = (spec.qk_head_dim, spec.v_head_dim)
@@ -80,8 +80,8 @@ class Kind:
 class PoolKinds:
     """The distinct kinds of a pool's layers.
 
-    `of_layer` holds the index of each layer's kind (None for layers that no attention backend computes); `used` the indices, each together
-    with True if some layer of that kind owns its KV, and with False if some layer reads another's.
+    `of_layer`: the index of each layer's kind (None for layers that no attention backend computes). `used`: pairs of such an index with
+    True if some layer of that kind owns its KV, and with False if some layer reads another's.
     """
 
     kinds: tuple[Kind, ...]
@@ -90,10 +90,10 @@ class PoolKinds:
 
 
 def kinds_of(pool: KVPool) -> PoolKinds:
-    """Look at every layer of a pool.
+    """Finds the kinds of all layers of a pool.
 
     Raises:
-        UnsupportedError: a layer that FlashInfer does not run, or a pool whose pages it cannot read.
+        UnsupportedError: a layer that FlashInfer cannot run, or a pool whose pages it cannot read.
     """
     found: dict[Kind, int] = {}
     of_layer: list[int | None] = []
@@ -112,7 +112,7 @@ def kinds_of(pool: KVPool) -> PoolKinds:
 
 
 def _check_pages(layer: int, key: Tensor, value: Tensor) -> None:
-    """K and V need the same strides, too; in a KV pool they have them when their head dims are equal."""
+    """K and V must also have equal strides; in a KV pool they do if their head dims are equal."""
     if not (is_vectored(key) and is_vectored(value)):
         raise UnsupportedError(
             f"flashinfer reads {VECTOR_BYTES} bytes at a time, but K of layer {layer} has strides {key.stride()} in elements of "
@@ -123,7 +123,7 @@ def _check_pages(layer: int, key: Tensor, value: Tensor) -> None:
 def _check_size(pool: KVPool) -> None:
     if pool.storage.numel() > MOST_ELEMENTS:
         raise UnsupportedError(
-            f"flashinfer's kernels for latents find a row by 32 bits, and the KV pool has {pool.storage.numel()} elements; allowed are "
+            f"flashinfer's kernels for latents use 32-bit indices, and the KV pool has {pool.storage.numel()} elements; allowed are "
             f"{MOST_ELEMENTS} ({MOST_ELEMENTS // pool.page_elements} pages of {pool.page_size}): set num_pages, or take another backend"
         )
 
@@ -136,7 +136,7 @@ def is_vectored(tensor: Tensor) -> bool:
 
 
 def kind_for(layers: PoolKinds, call: AttentionCall, pool: KVPool) -> int:
-    """The index of the kind of the layer that calls.
+    """The index of the kind of the calling layer.
 
     Raises:
         UnsupportedError: queries of another dtype than the pool's.

@@ -15,7 +15,7 @@ from paged_attn.backends.attention.flashinfer.kinds import Kind, is_vectored
 class Launch:
     """One planned wrapper.
 
-    `ragged`: it reads the step's own K and V, not the pool's. `any_strides`: it writes outputs that are not contiguous.
+    `ragged`: it reads the step's own K and V, not the pool's. `any_strides`: it can write outputs that are not contiguous.
     """
 
     wrapper: Any
@@ -24,7 +24,7 @@ class Launch:
     any_strides: bool = False
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
-        """Attend: query [rows, q_heads, dim]; key and value of the pool, or of the rows if ragged; output as query; lse [rows, q_heads]."""
+        """query [rows, q_heads, dim]; key and value of the pool, or of the rows if ragged; output as query; lse [rows, q_heads]."""
         target = writable(output, query.dtype, self.any_strides)
         sums = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
         self._run(readable(query), key, value, target, sums, sinks)
@@ -41,8 +41,8 @@ class Launch:
 
 @dataclass(slots=True)
 class LatentLaunch(Launch):
-    """One for rows of latents: keys [pages, page_size, 1, rank + rotated], whose first `rank` elements are the values, and output
-    [rows, q_heads, rank]. Queries and rows go in as views of their two parts."""
+    """A launch for rows of latents: keys [pages, page_size, 1, rank + rotated], whose first `rank` elements are the values; output
+    [rows, q_heads, rank]. Queries and rows are passed as views of their two parts."""
 
     any_strides: bool = True
 
@@ -55,7 +55,7 @@ class LatentLaunch(Launch):
 
 @dataclass(slots=True)
 class Cascade:
-    """Attend to a prefix that all requests share once, to what each has besides, and merge both."""
+    """Attends to a prefix that all requests share, to the rest of each request, and merges both."""
 
     prefix: Launch
     rest: Launch
@@ -77,7 +77,7 @@ class Cascade:
 
 
 def writable(output: Tensor, dtype: torch.dtype, any_strides: bool = False) -> Tensor:
-    """The output, or a new tensor where a kernel that gives `dtype` cannot write there: most take it for contiguous, without a check."""
+    """The output, or a new tensor if a kernel for `dtype` cannot write it: most assume that it is contiguous, without checking."""
     fits = output.dtype == dtype and is_vectored(output) and (any_strides or output.is_contiguous())
     return output if fits else torch.empty(output.shape, dtype=dtype, device=output.device)
 

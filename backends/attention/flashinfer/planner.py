@@ -53,7 +53,7 @@ class Planner:
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
     def decode(self, kind: Kind, tables: Tables, owner: object) -> Launch:
-        """One query per request. Layers with sinks run on "fa2", whose variant alone knows them."""
+        """One query per request. Layers with sinks run on "fa2", the only kernel with a variant for them."""
         if kind.has_sinks:
             return self.prefill(kind, tables, owner, "fa2")
         key = ("decode", kind, self._dtype)
@@ -62,14 +62,14 @@ class Planner:
         return Launch(slot.wrapper, kind)
 
     def prefill(self, kind: Kind, tables: Tables, owner: object, kernel: PrefillKernel, causal: bool | None = None) -> Launch:
-        """Any queries against the pool's pages. `causal` overrides the kind's, for a prefix that every query sees whole."""
+        """Any queries on the pool's pages. `causal` overrides the kind's, for a prefix that every query sees whole."""
         key = ("paged", kernel, kind, self._dtype)
         slot = self._wrappers.take(key, owner, self._device, lambda: self.make_prefill(kind, kernel, None))
         self.plan_prefill(slot, kind, tables, kind.causal if causal is None else causal)
         return Launch(slot.wrapper, kind, any_strides=kernel == "fa3")
 
     def ragged(self, kind: Kind, tables: Tables, owner: object, kernel: PrefillKernel) -> Launch:
-        """Queries against the step's own K and V, for requests with nothing cached."""
+        """Queries on the step's own K and V, for requests with nothing cached."""
 
         def make() -> Any:
             self._announce(kernel, kind)
@@ -84,7 +84,7 @@ class Planner:
         return Launch(slot.wrapper, kind, ragged=True, any_strides=kernel == "fa3")
 
     def latent(self, kind: Kind, tables: Tables, owner: object, causal: bool) -> LatentLaunch:
-        """Any queries against rows of latents; `causal` matters to requests of several."""
+        """Any queries on rows of latents; `causal` matters only for requests with several."""
         slot = self._wrappers.take(("latent", kind, self._dtype), owner, self._device, lambda: self.make_latent(kind, None))
         self.plan_latent(slot, kind, tables, causal)
         return LatentLaunch(slot.wrapper, kind)
@@ -150,7 +150,7 @@ class Planner:
 
     def plan_latent(self, slot: Slot, kind: Kind, tables: Tables, causal: bool) -> None:
         """Raises:
-        UnsupportedError: more work items than the plan has memory for, which it does not check.
+        UnsupportedError: more work items than the plan has memory for, which FlashInfer does not check.
         """
         lengths = tables.qo_indptr.diff().tolist()
         if (items := latent_items(kind, lengths, self.num_sms)) > LATENT_ITEMS:
@@ -185,8 +185,8 @@ class Planner:
 def _sink_variant(kind: Kind, kernel: PrefillKernel, dtype: torch.dtype) -> dict[str, Any]:
     """Arguments that make FlashInfer compile its attention-sink variant.
 
-    Its own `BatchAttentionWithAttentionSinkWrapper` leaves the head dim out of the module's name, so that two head dims would share one
-    library; here the name holds it.
+    Its own `BatchAttentionWithAttentionSinkWrapper` leaves the head dim out of the module's name, so two head dims would share one
+    library; this name contains it.
     """
     from flashinfer.jit.attention.variants import attention_sink_decl
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
 from paged_attn.attn_ops.batch.host_copy import copy_to_device
 
-SPLIT_REQUESTS = 4  # a mixed batch with fewer decoding requests in a row runs as one part
+SPLIT_REQUESTS = 4  # a mixed batch with fewer adjacent decoding requests runs as one part
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Requests [first, last) of a batch, and their rows [row, end), that one kernel serves.
+    """Requests [first, last) of a batch, and their rows [row, end), which one kernel serves.
 
-    `decode`: each has one new token. `fresh`: none has anything cached, so that the step's own K and V are all there is.
+    `decode`: each has one new token. `fresh`: none has anything cached, so the step's own K and V are complete.
     """
 
     first: int
@@ -32,7 +32,7 @@ class Part:
 
 
 def parts_of(batch: Batch) -> tuple[Part, ...]:
-    """One part, or two for a mixed batch that begins or ends with at least SPLIT_REQUESTS requests of one new token."""
+    """One part, or two for a mixed batch that starts or ends with at least SPLIT_REQUESTS requests with one new token."""
     new, count = batch.query_lens_host, batch.num_requests
     if count == 0:
         return ()
@@ -55,7 +55,7 @@ def _extending(batch: Batch, first: int, last: int, row: int) -> Part:
 
 
 class HostLens(Tensor):
-    """int32 [R] on the host, over which Python's `max` looks at one element, the largest: FlashInfer's plan calls it, 2 us an element."""
+    """int32 [R] on the host, for which Python's `max` looks only at the largest element: FlashInfer's plan calls it, at 2 us an element."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.max(),))
@@ -74,9 +74,9 @@ class Tables:
 
 
 def tables_of(batch: Batch, part: Part, skip: int = 0, requests: int | None = None) -> Tables:
-    """The tables of a part without the first `skip` pages of each request, which must leave it one token at least.
+    """The tables of a part without the first `skip` pages of each request, which must leave at least one token.
 
-    With `requests` there are that many, for a decoding part: those past the real ones have one token, in the reserved page 0.
+    `requests`: pad a decoding part to this many; the extra ones have one token, in the reserved page 0.
     """
     real = part.last - part.first
     count = requests or real
@@ -105,7 +105,7 @@ def tables_of(batch: Batch, part: Part, skip: int = 0, requests: int | None = No
 
 
 def prefix_tables(batch: Batch, part: Part, shared: int) -> Tables:
-    """The first `shared` pages, which all requests of a decoding part have in common, as one request that has all their queries."""
+    """The first `shared` pages, common to all requests of a decoding part, as one request with all their queries."""
     count = part.last - part.first
     packed = torch.tensor(
         [0, count, 0, shared, batch.page_size, shared * batch.page_size],
@@ -117,7 +117,7 @@ def prefix_tables(batch: Batch, part: Part, shared: int) -> Tables:
 
 
 def shared_pages(batch: Batch, part: Part) -> int:
-    """How many full pages all requests of a decoding part have in common from the start on; 0 if the batch has no host table to look at."""
+    """How many full pages, from the start, all requests of a decoding part share; 0 if the batch has no host table."""
     table = batch.page_table_host
     if table is None or part.last - part.first < 2:
         return 0
@@ -130,12 +130,12 @@ def shared_pages(batch: Batch, part: Part) -> int:
 
 
 def _page_ids(page_table: Tensor, pages: NDArray[np.int32]) -> Tensor:
-    """The first `pages[r]` entries of each row [R, width], one after another. The host knows the sizes, so nothing waits for the device."""
+    """The first `pages[r]` entries of each row [R, width], concatenated. The host knows the sizes, so nothing waits for the device."""
     longest = int(pages.max())
     if longest == int(pages.min()):
-        return page_table[:, :longest].contiguous().view(-1)  # reshape might give a view with gaps
+        return page_table[:, :longest].contiguous().view(-1)  # reshape could return a view with gaps
     device, total = page_table.device, int(pages.sum())
-    moved = page_table.stride(0) * np.arange(len(pages)) - (np.cumsum(pages) - pages)  # place in the table, less that in the result
+    moved = page_table.stride(0) * np.arange(len(pages)) - (np.cumsum(pages) - pages)  # index in the table, minus index in the result
     counts, shifts = copy_to_device(np.stack([pages, moved]), device)
     sources = torch.repeat_interleave(shifts, counts, output_size=total)
     sources += torch.arange(total, device=device)

@@ -7,7 +7,7 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend, WorkspacePlan
 from paged_attn.backends.attention.flashinfer.wrappers import WrapperPool, import_flashinfer
 
-WORKSPACE = 128 << 20  # counters are in it (8 MiB of XQA's), which must be zero at first and are zero again after each launch
+WORKSPACE = 128 << 20  # contains counters (8 MiB of XQA's) that must be zero at first; each launch leaves them zero
 
 
 class TrtllmBackend(DecodeOnlyBackend):
@@ -17,6 +17,6 @@ class TrtllmBackend(DecodeOnlyBackend):
         self._buffers = WrapperPool()
 
     def plan(self, batch: Batch, pool: KVPool) -> WorkspacePlan:
-        """Nothing is planned on the host. Raises UnsupportedError: see `check_pool`."""
+        """Plans nothing on the host. Raises UnsupportedError: see `check_pool`."""
         self.check_once(pool)
         return WorkspacePlan(batch, pool, self._buffers.workspace(pool.device, WORKSPACE), batch.page_table)

@@ -42,7 +42,7 @@ class TrtllmMhaBackend(TrtllmBackend):
     )
 
     def check_pool(self, pool: KVPool) -> None:
-        """A pool on SM90 whose K and V have the same strides, in whole heads."""
+        """Checks for SM90, and that K and V have the same strides, in whole heads."""
         architecture = architecture_of(pool.device)
         if architecture is not None and architecture not in self.capabilities.architectures:
             raise UnsupportedError(
@@ -51,7 +51,7 @@ class TrtllmMhaBackend(TrtllmBackend):
         specs = {layer: spec for layer, spec in enumerate(pool.layers) if spec.by_backend}
         for layer, spec in specs.items():
             key, value = pool.key(layer), pool.value(layer)
-            in_heads = not any(stride % spec.qk_head_dim for stride in key.stride()[:-1])  # the kernel divides them, without a check
+            in_heads = not any(stride % spec.qk_head_dim for stride in key.stride()[:-1])  # the kernel divides them without checking
             if key.stride() != value.stride() or not in_heads or not (is_vectored(key) and is_vectored(value)):
                 raise UnsupportedError(
                     f"trtllm_mha needs the same strides for K and V, in whole heads of {spec.qk_head_dim}; layer {layer} has "
@@ -62,7 +62,7 @@ class TrtllmMhaBackend(TrtllmBackend):
             announce("XQA", *words, *["window"] * (spec.sliding_window is not None))
 
     def plan_in_graph(self, plan: WorkspacePlan) -> None:
-        """Copy the page table if XQA cannot read it in place; a copy made in `plan` would be stale when a graph is replayed."""
+        """Copies the page table if XQA cannot read it in place; a copy made in `plan` would be stale when a graph is replayed."""
         plan.page_table = plan.batch.page_table.contiguous()
 
     def forward_decode(self, plan: WorkspacePlan, call: AttentionCall) -> None:

@@ -22,7 +22,7 @@ from paged_attn.backends.needs import FLASHINFER
 
 DTYPES = frozenset({torch.bfloat16})
 BLOCK = 128  # tokens; the page table is padded to blocks of this many
-KEY_DIMS = {512: 128, 256: 64}  # by rank: the width of the models' keys for which FlashInfer lists it
+KEY_DIMS = {512: 128, 256: 64}  # rank -> width of the models' keys, in the pairs that FlashInfer lists
 
 
 class TrtllmMlaBackend(TrtllmBackend):
@@ -46,7 +46,7 @@ class TrtllmMlaBackend(TrtllmBackend):
     )
 
     def check_pool(self, pool: KVPool) -> None:
-        """Rows of latents alone, at multiples of 16 bytes."""
+        """Checks that the pool has only rows of latents, at multiples of 16 bytes."""
         for layer, spec in enumerate(pool.layers):
             if spec.by_backend and not (isinstance(spec, LatentSpec) and is_vectored(pool.key(layer))):
                 raise UnsupportedError(

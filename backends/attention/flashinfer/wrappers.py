@@ -18,7 +18,7 @@ logger = logging.getLogger("paged_attn")
 
 MIN_WORKSPACE = 128 << 20
 SLOTS = 3  # steps that the host may be ahead of the device before it waits
-SECONDS = {"decode": 25, "fa3": 94}  # compile times measured on the H200 host
+SECONDS = {"decode": 25, "fa3": 94}  # compile times measured on an H200 host
 _announced: set[tuple[str, tuple[str, ...]]] = set()
 
 
@@ -26,7 +26,7 @@ def import_flashinfer(backend: str) -> ModuleType:
     """FlashInfer's module.
 
     Raises:
-        ImportError: it is not installed, or does not load; the message holds the install line.
+        ImportError: it is not installed, or does not load; the message has the install line.
     """
     try:
         return importlib.import_module(FLASHINFER.module)
@@ -37,7 +37,7 @@ def import_flashinfer(backend: str) -> ModuleType:
 
 
 class Slot:
-    """One wrapper. FlashInfer's plan fills a pinned buffer of the wrapper and starts to copy it; the next plan must wait for that copy."""
+    """One wrapper. FlashInfer's plan fills its pinned buffer and starts to copy it; the next plan must wait for that copy."""
 
     def __init__(self, wrapper: Any, device: torch.device) -> None:
         self.wrapper = wrapper
@@ -54,7 +54,7 @@ class Slot:
         return self._copied is None or self._copied.query()
 
     def wait(self) -> None:
-        """Wait until the device has the last plan; at once for a new slot."""
+        """Waits until the device has the last plan; returns at once for a new slot."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -62,13 +62,13 @@ class Slot:
         self._owner = weakref.ref(owner)
 
     def planned(self) -> None:
-        """To be called right after the wrapper's plan."""
+        """Must be called right after the wrapper's plan."""
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))  # the stream that FlashInfer copies on
 
 
 class WrapperPool:
-    """Slots by key, and one float workspace per device and stream. A plan owns its slots as long as it lives, so that contexts may nest."""
+    """Slots by key, and one float workspace per device and stream. A plan owns its slots while it lives, so contexts may nest."""
 
     def __init__(self) -> None:
         self._slots: dict[Hashable, list[Slot]] = {}
@@ -76,7 +76,7 @@ class WrapperPool:
         self._lock = threading.Lock()
 
     def take(self, key: Hashable, owner: object, device: torch.device, make: Callable[[], Any]) -> Slot:
-        """A slot that may be planned, made by `make` if there is none; `owner` keeps it until it is garbage."""
+        """A free slot, created by `make` if there is none; `owner` keeps it until it is garbage-collected."""
         key = (key, *_device_key(device))
         slot = self._free(key, owner)
         if slot is None:
@@ -101,7 +101,7 @@ class WrapperPool:
             return slot
 
     def workspace(self, device: torch.device, size: int) -> torch.Tensor:
-        """Zeroed uint8 of at least `size` bytes, shared by everything that runs on the current stream of the device."""
+        """Zeroed uint8 of at least `size` bytes, shared by everything on the current stream of the device."""
         key = _device_key(device)
         with self._lock:
             buffer = self._workspaces.get(key)
@@ -111,7 +111,7 @@ class WrapperPool:
 
 
 def announce(kernel: str, *words: str) -> None:
-    """Say once per process, before the first use of a kernel for what the words say, that it may be compiled now."""
+    """Logs once per process, before the first use of a kernel for these words, that it may be compiled now."""
     if (kernel, words) in _announced:
         return
     _announced.add((kernel, words))

@@ -27,7 +27,7 @@ from paged_attn.backends.attention.flex.mods import Formula, attend, compiled
 from paged_attn.backends.attention.flex.step import Keys, Tiles
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-MOST_ELEMENTS = 1 << 31  # in the gathered keys or values: the kernels' offsets have 32 bits
+MOST_ELEMENTS = 1 << 31  # of the gathered keys or values: the kernels' offsets have 32 bits
 MaskKey = tuple[bool, int | None, int | None]
 
 
@@ -113,7 +113,7 @@ def _gathered(cache: Tensor, keys: Keys, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """flex_attention as plain operations; by default it compiles itself for each call, even without torch.compile."""
+    """Runs flex_attention as plain operations; by default it compiles itself at each call, even without torch.compile."""
     from torch.nn.attention import flex_attention as module
 
     before = module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG

@@ -28,7 +28,7 @@ Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Formula:
-    """What flex_attention is compiled for: the part of a spec that matters, the queries in a tile, and whether lse is wanted."""
+    """What flex_attention is compiled for: the relevant part of a spec, the queries in a tile, and whether lse is wanted."""
 
     scale: float
     causal: bool
@@ -45,8 +45,8 @@ class Formula:
 
 
 class Where(NamedTuple):
-    """All int32. Of each query [Q] and each key [N]: its request, -1 and -2 for padding, and its position. Of the key blocks: how many
-    each tile reads [1, 1, tiles], and which, first of all [1, 1, tiles, most]."""
+    """All int32. For each query [Q] and key [N]: its request (-1 and -2 for padding) and its position. For the key blocks: how many each
+    tile reads [1, 1, tiles], and their indices, padded [1, 1, tiles, most]."""
 
     query_request: Tensor
     query_position: Tensor
@@ -75,7 +75,7 @@ def mask_mod(formula: Formula, where: Where) -> Mod:
 
 
 def score_mod(formula: Formula, where: Where, slopes: Tensor | None, bias: Tensor | None) -> Mod | None:
-    """slopes [q_heads] and bias [q_heads, width], float32, for layers that have them. None if scores stay as they are."""
+    """slopes [q_heads] and bias [q_heads, width], float32, if the layer has them. None if scores are not modified."""
     if formula.softcap is None and slopes is None and bias is None:
         return None
     query_position, key_position, softcap = where.query_position, where.key_position, formula.softcap
@@ -111,12 +111,12 @@ def attend(
         seq_lengths=(query.shape[2], key.shape[2]),
         compute_q_blocks=False,
     )
-    # The kernel for short queries is no use: it packs the query heads of a KV head into BLOCK_M, which then must be a multiple of them.
+    # The kernel for short queries is unsuitable: it packs the query heads of a KV head into BLOCK_M, which must then be a multiple of them.
     kernel: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
     if formula.tile < KEY_BLOCK:
         kernel["BLOCK_M"] = formula.tile  # its own choice may be larger than the tile
     if bias is not None:
-        kernel["num_stages"] = 1  # pipelined, the loads of the bias take more shared memory than Hopper has: a float32 per query and key
+        kernel["num_stages"] = 1  # pipelined loads of the bias, a float32 per query and key, exceed Hopper's shared memory
     options: dict[str, Any] = {
         "scale": formula.scale,
         "enable_gqa": query.shape[1] != key.shape[1],
@@ -133,7 +133,7 @@ def attend(
 def compiled(
     formula: Formula, query: Tensor, key: Tensor, value: Tensor, where: Where, slopes: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend`, compiled for all numbers of queries and keys: anew only when two sizes that were equal by chance no longer are."""
+    """`attend`, compiled for all numbers of queries and keys; compiled again only if two sizes that were equal by chance differ."""
     for tensor in (query, key, value):
         maybe_mark_dynamic(tensor, 2)
     for tensor in where:
@@ -145,14 +145,14 @@ def compiled(
 
 @cache
 def _compiled(formula: Formula, constants: tuple[Any, ...]) -> Attend:
-    """Args: constants: of the operands what a kernel is compiled for: each gets a function of its own."""
+    """Args: constants: properties of the operands that a kernel is compiled for; each combination gets its own function."""
     logger.info("flex_attention is compiled at its next call, which may take half a minute, for %s", formula)
 
     def call(*arguments: Any) -> tuple[Tensor, Tensor | None]:
         return attend(formula, *arguments)
 
-    # Dynamo counts recompiles by code object: with one for all, a few kinds of layers, or models of a few head sizes, reach the limit.
+    # Dynamo counts recompiles by code object: sharing one, a few kinds of layers or head sizes would reach the limit.
     own_code = call.__code__.replace()
-    # Not dynamic=True, which makes variables of the formula's numbers, too.
+    # Not dynamic=True, which would make the formula's numbers symbolic too.
     own: Attend = torch.compile(FunctionType(own_code, globals(), closure=call.__closure__), fullgraph=True)
     return own

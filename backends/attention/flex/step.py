@@ -12,16 +12,16 @@ from paged_attn.attn_ops.kv.layer_groups import Retention
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.flex.mods import KEY_BLOCK, Where
 
-SMALL_TILE, LARGE_TILE = 16, 128  # the smallest that tensor cores take, for decode and verification; the kernel's own
-AT_LEAST = 2  # tiles, and blocks per tile: torch.compile makes a constant of a size of 1
+SMALL_TILE, LARGE_TILE = 16, 128  # the smallest for tensor cores, for decode and verification; the kernel's own
+AT_LEAST = 2  # tiles, and blocks per tile: torch.compile would specialize a size of 1
 
 
 @dataclass
 class Tiles:
-    """Queries in tiles of `size`, each of one request, and a number of empty tiles at the end.
+    """Queries in tiles of `size`, each of one request, with empty tiles at the end if there are too few.
 
-    Of the tiles: request, position of the first query, queries. Of the queries [tiles * size]: request (-1 for padding), position, row in
-    the batch (padding repeats the tile's last). back [num_tokens]: where each row of the batch is among the queries. All int32.
+    By tile: request, position of the first query, number of queries. By query [tiles * size]: request (-1 for padding), position, row in
+    the batch (padding repeats the tile's last). back [num_tokens]: index among the queries of each row of the batch. All int32.
     """
 
     size: int
@@ -42,7 +42,7 @@ class Tiles:
         tiles = (new + size - 1) // size
         tile_starts = _before(tiles)
         request = torch.nn.functional.pad(_repeated(tiles, count), (0, padding))
-        done = (_arange(count + padding, new) - tile_starts[request]) * size  # queries of the request in tiles before
+        done = (_arange(count + padding, new) - tile_starts[request]) * size  # queries of the request in earlier tiles
         first, queries = (batch.seq_lens - new)[request] + done, torch.clamp(new[request] - done, 0, size)
         if padding:
             queries[count:] = 0
@@ -62,7 +62,7 @@ class Tiles:
 
 @dataclass
 class Keys:
-    """The keys that a step's queries may see, for one kind of mask: the page and offset [N] of each, and where they are."""
+    """The keys that a step's queries may see, for one kind of mask: page and offset [N] of each, and their `Where`."""
 
     pages: Tensor
     offsets: Tensor
@@ -80,7 +80,7 @@ class Keys:
         block_starts = _before(blocks)
         owner = _repeated(blocks, count).repeat_interleave(KEY_BLOCK)
         position = begin[owner] + _arange(count * KEY_BLOCK, lens) - block_starts[owner] * KEY_BLOCK
-        inside = torch.minimum(position, lens[owner] - 1)  # no unused slot is read: the padding repeats the last key
+        inside = torch.minimum(position, lens[owner] - 1)  # padding repeats the last key, so no unused slot is read
 
         request, first = tiles.request, tiles.first
         last = first + tiles.queries - 1
@@ -107,5 +107,5 @@ def _before(counts: Tensor) -> Tensor:
 
 
 def _repeated(counts: Tensor, total: int) -> Tensor:
-    """[0] * counts[0] + [1] * counts[1] + ..., of a length that the host knows, so that nothing waits for the device."""
+    """[0] * counts[0] + [1] * counts[1] + ...; the host knows the total, so nothing waits for the device."""
     return torch.repeat_interleave(_arange(counts.shape[0], counts), counts, output_size=total)

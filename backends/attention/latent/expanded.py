@@ -23,12 +23,12 @@ FEWEST_TOKENS = 16
 
 
 def most_tokens(call: LatentCall) -> int:
-    """Whose keys and values are made at a time."""
+    """For how many tokens keys and values are computed at a time."""
     return MOST_BYTES // _token_bytes(call)
 
 
 def attend_expanded(call: LatentCall, pool: KVPool, batch: Batch, request: int, rows: slice) -> None:
-    """Write `call.output[rows]` for one request, whose rows of this step are in the pool already."""
+    """Writes `call.output[rows]` for one request, whose rows of this step are already in the pool."""
     spec, length = call.spec, batch.seq_lens_host[request]
     query = call.query[rows].transpose(0, 1)  # [heads, new, dim]
     if length <= most_tokens(call):
@@ -46,7 +46,7 @@ def attend_expanded(call: LatentCall, pool: KVPool, batch: Batch, request: int, 
 
 
 def _in_parts(call: LatentCall, pool: KVPool, batch: Batch, request: int, query: Tensor, step: int) -> Tensor:
-    """[heads, new, value_dim]: the parts' results, each weighted with the sum of its exponents."""
+    """[heads, new, value_dim]: the parts' results, each weighted by the sum of its exponentials."""
     length = batch.seq_lens_host[request]
     most = query.new_full((*query.shape[:2], 1), float("-inf"))
     total = torch.zeros_like(most)
@@ -56,7 +56,7 @@ def _in_parts(call: LatentCall, pool: KVPool, batch: Batch, request: int, query:
         keys, values = (each.to(query.dtype) for each in keys_and_values(call, pool, slots_of(batch, request, start, end)))
         scores = (query @ keys.transpose(1, 2)) * call.spec.scale
         scores = scores.masked_fill(~_visible(query, length, start, end), float("-inf"))
-        higher = torch.maximum(most, scores.amax(-1, keepdim=True))  # the first part holds token 0, which all see
+        higher = torch.maximum(most, scores.amax(-1, keepdim=True))  # finite: the first part has token 0, which all see
         weights, keep = torch.exp(scores - higher), torch.exp(most - higher)
         most, total = higher, total * keep + weights.sum(-1, keepdim=True)
         result = result * keep + weights @ values
@@ -64,7 +64,7 @@ def _in_parts(call: LatentCall, pool: KVPool, batch: Batch, request: int, query:
 
 
 def keys_and_values(call: LatentCall, pool: KVPool, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys [heads, tokens, key_dim + rotated] and values [heads, tokens, value_dim] of tokens whose rows lie in `slots` [tokens]."""
+    """Keys [heads, tokens, key_dim + rotated] and values [heads, tokens, value_dim] of the tokens in `slots` [tokens]."""
     spec, tokens = call.spec, (call.spec.num_q_heads, slots.shape[0])
     keys = call.query.new_empty((*tokens, spec.key_dim + spec.rotated))
     values = call.query.new_empty((*tokens, spec.value_dim))
@@ -73,7 +73,7 @@ def keys_and_values(call: LatentCall, pool: KVPool, slots: Tensor) -> tuple[Tens
 
 
 def expand(call: LatentCall, pool: KVPool, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Write the keys and values of `keys_and_values`, of any strides."""
+    """Writes what `keys_and_values` returns into tensors of any strides."""
     spec, heads = call.spec, call.spec.num_q_heads
     kept = pool.key(call.layer_id)[slots // pool.page_size, slots % pool.page_size, 0].to(keys.dtype)  # [tokens, rank + rotated]
     latent = kept[:, : spec.rank].expand(heads, -1, -1)
@@ -97,21 +97,21 @@ def _token_bytes(call: LatentCall) -> int:
 
 
 def _visible(query: Tensor, length: int, start: int, end: int) -> Tensor:
-    """[new, end - start]: which of these tokens each of the last ones of `length` sees."""
+    """[new, end - start]: which of the tokens `start` to `end - 1` each of the last ones of `length` sees."""
     new = torch.arange(length - query.shape[1], length, device=query.device)
     return torch.arange(start, end, device=query.device) <= new[:, None]
 
 
-MOST_FILLED = 0.25  # most padding of a prompt, as a share of the longest prompt beside it
+MOST_FILLED = 0.25  # most padding of a prompt, relative to the longest prompt in its group
 
 
 @dataclass(frozen=True)
 class FreshPrompts:
-    """Prompts of like lengths side by side, each filled up to the longest. No token sees what fills up: it lies behind all of them.
+    """Prompts of similar lengths side by side, padded at the end to the longest. No token sees the padding, which comes after all tokens.
 
     Attributes:
-        rows: [prompts, longest] int64, of the step; a prompt is filled up with its own first row.
-        real: [tokens] int64, which of all prompts * longest are not filled up; None: all are real.
+        rows: [prompts, longest] int64, indices of the step's rows; padding repeats a prompt's first row.
+        real: [tokens] int64, indices of those of the prompts * longest that are not padding; None: all.
     """
 
     rows: Tensor
@@ -128,7 +128,7 @@ class FreshPrompts:
         return cls(rows, None if real.all() else copy_to_device(np.flatnonzero(real), device))
 
     def attend(self, call: LatentCall, pool: KVPool, batch: Batch) -> None:
-        """Write the prompts' rows of `call.output`; their rows of this step are in the pool already."""
+        """Writes the prompts' rows of `call.output`; their rows of this step are already in the pool."""
         spec, at = call.spec, self.rows.flatten()
         keys, values = (
             each.view(spec.num_q_heads, *self.rows.shape, -1).transpose(0, 1) for each in keys_and_values(call, pool, batch.slots[at])
@@ -141,7 +141,7 @@ class FreshPrompts:
 
 
 def of_like_lengths(parts: Sequence[slice], most_tokens: int) -> Iterator[list[slice]]:
-    """Groups of new prompts that run together: at most so many tokens when filled up, and little to fill up."""
+    """Groups of new prompts that run together: at most `most_tokens` after padding, and little padding."""
     group: list[slice] = []
     longest = 0
     for part in sorted(parts, key=lambda each: each.start - each.stop):  # the longest first

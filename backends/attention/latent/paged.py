@@ -30,10 +30,10 @@ class PagedExpansion:
     """Requests whose contexts are expanded together, new prompts or not, and the backend's plan for them.
 
     Attributes:
-        batch: of these requests; its pages are the tokens of `pool`, from page 1 on.
-        pool: of expanded keys and values, as layer 0; layers of a step use it one after the other.
-        rows: of the step, that are the batch's; a slice where the requests are neighbours.
-        slots: [tokens of all contexts] int64, of their rows in the pool of latents.
+        batch: these requests; its pages are the tokens of `pool`, from page 1 on.
+        pool: expanded keys and values, as layer 0; a step's layers use it one after the other.
+        rows: indices of the batch's rows in the step; a slice if the requests are adjacent.
+        slots: [tokens of all contexts] int64, their slots in the pool of latents.
     """
 
     batch: Batch
@@ -44,7 +44,7 @@ class PagedExpansion:
 
     @classmethod
     def of(cls, backend: Backend, batch: Batch, requests: Sequence[int], pool: KVPool) -> PagedExpansion:
-        """For requests of a step, by their places, ascending; `pool` has a page for each of their tokens, and page 0."""
+        """`requests`: ascending indices of requests of a step; `pool` has page 0 and a page for each of their tokens."""
         part, at = part_of(batch, requests)
         device, lengths, size = batch.slots.device, part.seq_lens.to(torch.int64), batch.page_size
         ends = lengths.cumsum(0)
@@ -70,14 +70,14 @@ class PagedExpansion:
 
 
 def expand_into(pool: KVPool, call: LatentCall, latents: KVPool, slots: Tensor) -> None:
-    """Keys and values of tokens whose rows lie in `slots` of `latents`, to the pages from 1 on of a pool with pages of one token."""
+    """Expands the tokens in `slots` of `latents` into the pages from 1 on of a pool with pages of one token."""
     tokens = slice(1, 1 + slots.shape[0])
     keys, values = (each[tokens, 0].transpose(0, 1) for each in (pool.key(0), pool.value(0)))
     expand(call, latents, slots, keys, values)
 
 
 def groups_of(lengths: Sequence[int], requests: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
-    """Requests in their order, in groups of at most so many tokens; none of them has more alone."""
+    """Requests in their order, in groups of at most `most_tokens` tokens; no request has more by itself."""
     group: list[int] = []
     tokens = 0
     for request in requests:
@@ -102,7 +102,7 @@ CAUSAL, WHOLE = 0, 1  # indices of two layers over the same keys and values
 
 @dataclass(frozen=True)
 class _Piece:
-    """Neighbouring new tokens and how they see a part: those in it up to themselves, those behind it all of it."""
+    """Adjacent new tokens, and how they see a part: tokens in it up to themselves, tokens after it all of it."""
 
     rows: slice
     layer: int
@@ -112,7 +112,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class PagedParts:
-    """One request. `rows` are its own of the step; each of `parts` has the slots of its tokens and the pieces that see it."""
+    """One request. `rows`: its rows of the step; `parts`: (slots of the part's tokens, pieces that see it)."""
 
     pool: KVPool
     rows: slice
@@ -120,14 +120,14 @@ class PagedParts:
 
     @classmethod
     def of(cls, backend: Backend, batch: Batch, request: int, pool: KVPool, most_tokens: int) -> PagedParts:
-        """`pool` has pages for `most_tokens`, and page 0."""
+        """`pool` has page 0 and `most_tokens` further pages."""
         whole, _ = part_of(batch, [request])
         first, new, length = sum(batch.query_lens_host[:request]), batch.query_lens_host[request], batch.seq_lens_host[request]
         parts = []
         for start in range(0, length, most_tokens):
             end = min(start + most_tokens, length)
             inside = [(CAUSAL, max(start, length - new), end)] if end > length - new else []
-            # No more at once than the part has tokens: to a backend they are its last ones.
+            # No more at once than the part has tokens, since the backend takes them as its last ones.
             behind = [(WHOLE, low, min(low + end - start, length)) for low in range(max(end, length - new), length, end - start)]
             pieces = (_piece(backend, whole, pool, end - start, *piece) for piece in inside + behind)
             parts.append((slots_of(batch, request, start, end), tuple(pieces)))
@@ -153,7 +153,7 @@ class PagedParts:
 
 
 def _piece(backend: Backend, whole: Batch, pool: KVPool, tokens: int, layer: int, low: int, high: int) -> _Piece:
-    """The piece with the request's tokens at positions from `low` up to `high`, which are new ones, over a part of so many tokens."""
+    """The piece with the request's new tokens at positions `low` to `high - 1`, over a part of `tokens` tokens."""
     cached, new, device = whole.seq_lens_host[0] - whole.query_lens_host[0], high - low, whole.slots.device
     rows = slice(low - cached, high - cached)
     lengths = copy_to_device(np.array([tokens, new, 0, new], dtype=np.int32), device)
@@ -171,7 +171,7 @@ def _piece(backend: Backend, whole: Batch, pool: KVPool, tokens: int, layer: int
 def paged_expansions(
     backend: Backend, spec: AttentionSpec, dtype: torch.dtype, batch: Batch, requests: Sequence[int], most_tokens: int
 ) -> tuple[PagedExpansion | PagedParts, ...]:
-    """All of these requests: together as many as have no more than `most_tokens`, and alone those that have more."""
+    """Expansions of all these requests: those with at most `most_tokens` in groups, longer ones separately."""
     lengths = batch.seq_lens_host
     groups = list(groups_of(lengths, [r for r in requests if lengths[r] <= most_tokens], most_tokens))
     longer = [r for r in requests if lengths[r] > most_tokens]

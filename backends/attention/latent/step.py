@@ -25,20 +25,20 @@ from paged_attn.backends.kv_write.store import store_latent
 
 
 class LatentBackend(Backend, Protocol):
-    """What latent attention needs of a backend besides what the context does."""
+    """What latent attention needs of a backend besides the context's interface."""
 
     def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool: ...
 
 
 @dataclass(frozen=True)
 class LatentStep:
-    """Requests of a step whose keys and values are expanded, and the others as a batch of their own.
+    """The requests of a step whose keys and values are expanded, and the others as a batch of their own.
 
     Attributes:
         paged: requests whose expanded keys and values the backend attends to (`attends_expanded`).
-        fresh: new prompts, which are expanded together.
-        continued: requests with rows in the pool before this step, or with more than fit into memory together, each with its rows.
-        others: that batch, the backend's plan for it, and its rows; None where every request is expanded.
+        fresh: new prompts, expanded together.
+        continued: (request, its rows) for requests that had rows in the pool before this step, or more than fit into memory together.
+        others: (that batch, the backend's plan for it, its rows); None if every request is expanded.
     """
 
     paged: tuple[PagedExpansion | PagedParts, ...]
@@ -48,10 +48,10 @@ class LatentStep:
 
 
 def attend_to_latents(backend: LatentBackend, context: ForwardContext, call: LatentCall, always_absorbed: bool) -> None:
-    """Write `call.output`, and the step's rows to the pool.
+    """Writes `call.output`, and the step's rows to the pool.
 
     Args:
-        always_absorbed: the way must not depend on how a prompt was cut into steps.
+        always_absorbed: for results that do not depend on how a prompt was cut into steps.
     """
     batch, spec = context.batch, call.spec
     step = None if always_absorbed or batch.mode is ForwardMode.DECODE else _latent_step(backend, context, call)
@@ -79,7 +79,7 @@ def attend_to_latents(backend: LatentBackend, context: ForwardContext, call: Lat
 
 
 def attend_absorbed(backend: Backend, plan: Any, call: LatentCall, absorbed: Tensor, output: Tensor) -> None:
-    """Absorbed queries [T, heads, rank + rotated] attend to the pool's rows, into output [T, heads, value_dim]."""
+    """Absorbed queries [T, heads, rank + rotated] attend to the pool's rows; writes output [T, heads, value_dim]."""
     spec = call.spec
     sums = absorbed.new_empty((absorbed.shape[0], spec.num_q_heads, spec.rank))
     no_key = absorbed[:, :1]  # placeholder of the right shape; the step's rows are in the pool
@@ -90,7 +90,7 @@ def attend_absorbed(backend: Backend, plan: Any, call: LatentCall, absorbed: Ten
 
 
 def _latent_step(backend: LatentBackend, context: ForwardContext, call: LatentCall) -> LatentStep | None:
-    """None where no request is expanded. Layers of one kind share it."""
+    """None if no request is expanded. Layers of one kind share the step."""
     if context.latent_plan is None:
         context.latent_plan = {}
     spec, most = call.spec, most_tokens(call)
@@ -126,9 +126,9 @@ def _absorb_or_expand(
 
 
 def absorbed_queries(spec: LatentSpec, query: Tensor, weight_k: Tensor) -> Tensor:
-    """Queries [T, heads, key_dim + rotated] as [T, heads, rank + rotated], whose product with a row is that with the head's key.
+    """Queries [T, heads, key_dim + rotated] as [T, heads, rank + rotated], whose product with a row is the product with the head's key.
 
-    Their last `rotated` elements are the queries' own, and not written yet.
+    Their last `rotated` elements are not written yet; they are those of the queries.
     """
     plain, _ = spec.split(query)
     absorbed = query.new_empty((query.shape[0], spec.num_q_heads, spec.qk_head_dim))
@@ -139,21 +139,21 @@ def absorbed_queries(spec: LatentSpec, query: Tensor, weight_k: Tensor) -> Tenso
 
 
 def absorbed_operations(spec: LatentSpec, new: int, cached: int) -> float:
-    """Multiplications of one head for a request's new tokens, which attend to rows."""
+    """Multiplications per head for a request's new tokens if they attend to rows."""
     return new * spec.rank * (spec.key_dim + spec.value_dim) + _pairs(new, cached) * (spec.qk_head_dim + spec.rank)
 
 
 def expanded_operations(spec: LatentSpec, new: int, cached: int) -> float:
-    """The same, where keys and values are made of all its rows first."""
+    """Multiplications per head if keys and values are first computed from all rows."""
     return (new + cached) * spec.rank * (spec.key_dim + spec.value_dim) + _pairs(new, cached) * (
         spec.key_dim + spec.rotated + spec.value_dim
     )
 
 
 def expands(spec: LatentSpec, new: int, cached: int) -> bool:
-    """Whether the keys and values of a request are expanded for its new tokens; never in a decode step.
+    """Whether a request's keys and values are expanded for its new tokens; never in a decode step.
 
-    An operation counts as much either way: `python benchmarks/latent.py` finds a factor of 1 on a CPU, and none that fits on a GPU.
+    Operations count equally on both sides: `python benchmarks/latent.py` finds a factor of 1 on a CPU, and none that fits on a GPU.
     """
     return new > 1 and expanded_operations(spec, new, cached) < absorbed_operations(spec, new, cached)
 

@@ -22,13 +22,13 @@ from paged_attn.backends.attention.triton.parts import NO_KEY, keep_part, merge_
 from paged_attn.backends.attention.triton.tiles import first_item, next_item, tile_keys
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LEAST_BIAS = tl.constexpr(-3.0e38)  # hides a key as well as any other, and what is subtracted from itself is not NaN
+LEAST_BIAS = tl.constexpr(-3.0e38)  # hides a key like -inf, but subtracting it from itself does not give NaN
 
 
 @triton.jit
 def scores(raw, scale, softcap, slope, bias_rows, position, keys, bias_width, bias_mask,
             HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    """Raw products q.k to scores in base 2, as `_softmax` of hopper/consumer.py; position [rows], keys [keys]; all broadcast to raw."""
+    """Raw products q.k -> scores in base 2, like `_softmax` in hopper/consumer.py; position [rows], keys [keys]; all broadcast to raw."""
     if HAS_SOFTCAP:
         x = raw * (scale / softcap)
         s = (softcap * LOG2E) * (1 - 2 / (tl.exp(2 * x) + 1))
@@ -55,7 +55,7 @@ def _walk(q, acc, m, norm, begin, end, table, keys, values, page_stride, key_tok
     """Keys [begin, end), a block at a time. MASK: "none", "length" (only `end` bounds) or "all" (causal, window, chunk)."""
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    # A block's pages are looked up one block ahead: inside the loop the look-up would take a stage of the pipeline from K and V.
+    # A block's pages are looked up one block ahead: a look-up inside the loop would take a pipeline stage away from K and V.
     key = begin + tl.arange(0, BLOCK_N)
     page = tl.load(table + key // PAGE_SIZE, mask=key < end, other=0)
     for start in tl.range(begin, end, BLOCK_N):
@@ -97,7 +97,7 @@ def _walk(q, acc, m, norm, begin, end, table, keys, values, page_stride, key_tok
                     seen = seen & (key[None, :] // chunk < position[:, None] // chunk - 1)
             s = tl.where(seen, s, NO_KEY)
         m_new = tl.maximum(m, tl.max(s, 1))
-        if MASK == "all":  # a row may have seen no key yet
+        if MASK == "all":  # a row may not have seen a key yet
             shift = tl.where(m_new == NO_KEY, 0.0, m_new)
         else:
             shift = m_new
@@ -113,7 +113,7 @@ def _walk(q, acc, m, norm, begin, end, table, keys, values, page_stride, key_tok
 @triton.jit
 def finish(acc, m, norm, out, lse, sinks, row, head, mask, out_row_stride, out_head_stride, lse_row_stride,
             HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, V_DIM: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
-    """Normalise and write rows of the output; row and head [rows] say which."""
+    """Normalizes and writes rows of the output; row and head [rows] are their indices."""
     dv = tl.arange(0, BLOCK_DV)
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=mask, other=0.0).to(tl.float32) * LOG2E
@@ -179,8 +179,8 @@ def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, 
         head_keys = keys + kv_head * key_head_stride
         head_values = values + kv_head * value_head_stride
         if FUSED_WRITE:
-            # One part has the new token, and leaves it to no one to read it from the pool. It is asked for here and used behind the others,
-            # so that nothing waits for it.
+            # One part has the new token, so nothing reads it from the pool. It is loaded here and used after the other keys, so that
+            # nothing waits for it.
             has_new = block + take == blocks
             new_at = seq_len - 1
             end = tl.where(has_new, new_at, end)
@@ -192,14 +192,14 @@ def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, 
                             mask=has_new & (dv < V_DIM), other=0.0).to(values.dtype.element_ty)  # fmt: skip
 
         begin = low + block * BLOCK_N
-        if ROWS != "more":  # one query sees all of its keys; with "all", every block is masked, so that all rows go through the same code
+        if ROWS != "more":  # one query sees all of its keys; with "all", every block is masked, so that all rows run the same code
             acc, m, norm = _walk(
                 q, acc, m, norm, begin, end, table, head_keys, head_values, page_stride, key_token_stride, value_token_stride, position,
                 scale, softcap, slope, bias_rows, bias_width, row_mask, window, chunk, "length" if ROWS == "one" else "all", CAUSAL,
                 HAS_WINDOW, CHUNKS, HAS_SOFTCAP, HAS_ALIBI, BIAS, PAGE_SIZE, QK_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION,
             )  # fmt: skip
         else:
-            # Blocks that every row sees whole lie between `clear` and `mixed`; those before and after need the mask.
+            # Blocks that every row sees whole are between `clear` and `mixed`; those before and after need the mask.
             clear = begin
             if HAS_WINDOW or CHUNKS != "none":
                 seen_by_last = low
@@ -251,14 +251,14 @@ def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, 
                     V_DIM, BLOCK_DV)  # fmt: skip
         else:
             slot = 2 * program
-            if items > 0:  # the item begins here: its parts are this program's and those of the programs after it
+            if items > 0:  # the item starts here: its parts belong to this program and those after it
                 slot += 1
                 part_slot = slot
                 part_first = program
                 part_last = tl.load(mine + 16 + 6)
             keep = tl.arange(0, BLOCK_M) < KEEP_ROWS
             keep_part(acc, m, norm, partial, partial_stats, slot, keep, KEEP_ROWS, BLOCK_M, BLOCK_DV)
-            tl.debug_barrier()  # every thread's part is written before the one thread that counts says so
+            tl.debug_barrier()  # every thread must have written its part before the counting thread announces it
             parts = part_last - part_first + 1
             if tl.atomic_add(counters + part_first, 1, sem="acq_rel") == parts - 1:
                 tl.store(counters + part_first, 0)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
-SHORTEST_SMALL = 256  # least tokens of each request
+SHORTEST_SMALL = 256  # fewest tokens of each request
 
 
 class TritonBackend(AttentionBackend):
@@ -67,17 +67,17 @@ class TritonBackend(AttentionBackend):
             shares.deal(plan.batch)
 
     def graph_support(self) -> GraphSupport:
-        """None in deterministic mode: parts are cut at fixed keys, so that the grid follows the host's lengths."""
+        """NEVER in deterministic mode: parts are cut at fixed keys, so the grid depends on the host's lengths."""
         return GraphSupport.NEVER if self.deterministic else super().graph_support()
 
     def graph_lengths(self, requests: int, max_context: int, pool: KVPool) -> tuple[int, ...]:
-        """A graph for steps of few keys, launched as `tiling` does for those, and one for all others, where both can come up."""
+        """One graph for steps with few keys, launched as `tiling` says for those, and one for all others, if both can occur."""
         few = self._small_step(pool)
         return (few // requests, max_context) if self._has_small(requests, few) and few < requests * max_context else (max_context,)
 
     @staticmethod
     def _has_small(requests: int, few: int) -> bool:
-        """Where only the shortest contexts would count as small, a second graph is not worth its memory."""
+        """Whether a second graph is worth its memory: not if only the shortest contexts would count as small."""
         return few // max(requests, 1) >= SHORTEST_SMALL
 
     def graph_variant(self, batch: Batch, pool: KVPool) -> int:
@@ -100,7 +100,7 @@ class TritonBackend(AttentionBackend):
         )
 
     def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
-        """Where the kernel for Hopper takes them."""
+        """Whether the kernel for Hopper supports them."""
         return dtype.itemsize == 2 and self._machine_of(device).hopper and self._in_hopper_kernel(spec)
 
     def write_kv(self, plan: Plan, call: AttentionCall) -> None:

@@ -26,7 +26,7 @@ _general, _shared = FastKernel(attend_kernel), FastKernel(attend_together)
 
 @dataclass
 class LayerLaunch:
-    """What stays the same from step to step of one kind of launch of one layer."""
+    """What stays the same from step to step in one kind of launch of one layer."""
 
     spec: AttentionSpec
     kind: PartitionKind
@@ -78,9 +78,9 @@ class LayerLaunch:
         self.key = (tuple(self.constants.values()), tuple(self.options.values()), self.keys.dtype, pool_strides)
 
     def __call__(self, plan: Plan, shares: WorkPartition, call: AttentionCall) -> None:
-        """`call.output` has its last dim contiguous."""
+        """`call.output` must be contiguous in its last dim."""
         if self.kind.tiling.hopper:
-            # It copies 16 bytes of q at a time, and multiplies it with K as the pool has it.
+            # The kernel copies 16 bytes of q at a time, and multiplies it with K in the pool's dtype.
             self._hopper(plan, shares, call, for_kernel(call.query, self.keys.dtype))
         elif self.kind.rows == "together":
             self._together(plan, shares, call, unit_last(call.query))
@@ -145,7 +145,7 @@ class LayerLaunch:
 
 @cache
 def _hopper_kernel() -> FastKernel:
-    """Imported on first use: Gluon knows no interpreter."""
+    """Imported on first use, since Gluon has no interpreter."""
     from paged_attn.backends.attention.triton.hopper.kernel import attend_hopper
 
     return FastKernel(attend_hopper)

@@ -15,7 +15,7 @@ NO_KEY = tl.constexpr(float("-inf"))
 
 @triton.jit
 def keep_part(acc, m, norm, partial, partial_stats, slot, mask, KEEP_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """The rows [BLOCK_M] of `mask`, all among the first KEEP_ROWS."""
+    """Stores the rows [BLOCK_M] of `mask`, all of which are among the first KEEP_ROWS."""
     kept, dv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
     tl.store(partial + slot.to(tl.int64) * (KEEP_ROWS * BLOCK_DV) + kept[:, None] * BLOCK_DV + dv[None, :], acc, mask=mask[:, None])
     tl.store(partial_stats + slot * (2 * KEEP_ROWS) + kept, m, mask=mask)
@@ -25,14 +25,14 @@ def keep_part(acc, m, norm, partial, partial_stats, slot, mask, KEEP_ROWS: tl.co
 @triton.jit
 def merge_parts(partial, partial_stats, parts, part_first, part_slot, mask, KEEP_ROWS: tl.constexpr, BLOCK_DV: tl.constexpr,
                 MERGE_PARTS: tl.constexpr):  # fmt: skip
-    """acc, m and norm of the rows [KEEP_ROWS] of `mask`: part 0 is at `part_slot`, the others in the first slots of the programs after
+    """acc, m and norm of the rows [KEEP_ROWS] of `mask`: part 0 is in `part_slot`, the others in the first slots of the programs after
     `part_first`."""
     rows, dv = tl.arange(0, KEEP_ROWS), tl.arange(0, BLOCK_DV)
     m = tl.full([KEEP_ROWS], NO_KEY, tl.float32)
     norm = tl.zeros([KEEP_ROWS], tl.float32)
     acc = tl.zeros([KEEP_ROWS, BLOCK_DV], tl.float32)
     for p in tl.range(0, parts, MERGE_PARTS):
-        # All loads before all arithmetic, so that they wait for memory together.
+        # All loads come before all arithmetic, so that they wait for memory together.
         ms, norms, accs = (), (), ()
         for i in tl.static_range(MERGE_PARTS):
             here = mask & (p + i < parts)

@@ -21,9 +21,9 @@ from paged_attn.backends.machine import machine_of, power_of_2
 
 @dataclass
 class Plan:
-    """`by_layer` holds, for each layer and `chunk_part` of it, the indices in `shares` of its launches.
+    """`by_layer`: for each layer and each `chunk_part` of it, the indices in `shares` of its launches.
 
-    The workspace of partial results, one for all layers: partial [slots * rows * v_dim] and partial_stats [2 * slots * rows], float32.
+    The workspace for partial results is shared by all layers: partial [slots * rows * v_dim], partial_stats [2 * slots * rows], float32.
     """
 
     batch: Batch
@@ -68,10 +68,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """The specs of a pool's layers with each kind once, which of them each layer has, by `chunk_part`, and the widest V as a power of two.
+    """The distinct specs of a pool's layers, which of them each layer has, by `chunk_part`, and the widest V as a power of two.
 
-    A layer of dual chunk attention has three; one that no attention backend computes has none. `aligned`: all K and V begin at multiples
-    of 16 bytes, which `attend_hopper` copies.
+    A layer of dual chunk attention has three specs; one that no attention backend computes has none. `aligned`: all K and V start at
+    multiples of 16 bytes, as `attend_hopper` requires.
     """
 
     specs: tuple[AttentionSpec, ...]
@@ -84,7 +84,7 @@ _known: WeakKeyDictionary[KVPool, LayerKinds] = WeakKeyDictionary()
 
 
 def layer_kinds(pool: KVPool) -> LayerKinds:
-    """Looked up after the first time: a plan is made for every step."""
+    """Cached, since a plan is made for every step."""
     if pool not in _known:
         indices: dict[AttentionSpec, int] = {}
         by_layer = tuple(
@@ -98,21 +98,21 @@ def layer_kinds(pool: KVPool) -> LayerKinds:
 
 
 def widest_value(specs: Iterable[AttentionSpec]) -> int:
-    """As a power of two; 0 without any."""
+    """The widest V as a power of two; 0 without specs."""
     return max((power_of_2(max(spec.v_head_dim, 16)) for spec in specs), default=0)
 
 
 def attentions(spec: AttentionSpec) -> tuple[AttentionSpec, ...]:
-    """What a backend's `forward` is called with for a layer."""
+    """The specs with which a backend's `forward` is called for a layer."""
     if isinstance(spec, DualChunkSpec):
         return spec.parts
     return (spec,) if spec.by_backend else ()
 
 
 def small_step(pool: KVPool) -> int:
-    """The most keys, over all requests, of a decode step that counts as small for every kind of layer of the pool (see `few_keys`).
+    """The most keys, over all requests, with which a decode step counts as small for every kind of layer of the pool (see `few_keys`).
 
-    Layers of latents are launched alike in all of them.
+    Layers of latents are launched in the same way for all steps.
     """
     machine, specs = machine_of(pool.device), layer_kinds(pool).specs
     return min((few_keys(spec, pool.dtype, machine) for spec in specs if not isinstance(spec, LatentSpec)), default=0)

@@ -53,7 +53,7 @@ def deal_work(seq_lens, query_start, units, tile_ends, work, counters, requests,
               GROUP: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr,
               BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, PART_BLOCKS: tl.constexpr, ITEM_COST: tl.constexpr,
               KV_HEADS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
-    """Where each program begins and how many blocks it takes; zeroes `counters` [2 * programs], too."""
+    """Where each program starts and how many blocks it gets; also zeroes `counters` [2 * programs]."""
     program = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     total = 0
     for r in tl.range(0, requests, BLOCK_R):
@@ -65,7 +65,7 @@ def deal_work(seq_lens, query_start, units, tile_ends, work, counters, requests,
     begin = program * share
     active = (begin < total) & (program < programs)
 
-    request = tl.zeros([BLOCK_P], tl.int32)  # how many requests end at or before `begin`
+    request = tl.zeros([BLOCK_P], tl.int32)  # number of requests that end at or before `begin`
     before = tl.zeros([BLOCK_P], tl.int32)
     running = 0
     for r in tl.range(0, requests, BLOCK_R):

@@ -14,7 +14,7 @@ import triton.language as tl
 def tile_keys(tile, query_len, seq_len, window, chunk,
               GROUP: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
               BLOCK_M: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """Positions of the tile's first and last query, and the keys [low, high) that any of them sees; perhaps none.
+    """Positions of the tile's first and last query, and the keys [low, high) that any of them sees, possibly none.
 
     CHUNKS: "none", or the chunks that a query sees (`AttentionSpec.chunk_part`). If ALIGN is not 0, low is rounded down to a
     multiple of it.
@@ -57,7 +57,7 @@ def is_chosen(query_len, ROWS: tl.constexpr):
 
 @triton.jit
 def first_item(share):
-    """From a program's row of `work` (see plan_kernels): request, tile, KV head, first block, blocks in all, and the request's lengths."""
+    """From a program's row of `work` (see plan_kernels): request, tile, KV head, first block, block count, and the request's lengths."""
     return (tl.load(share), tl.load(share + 1), tl.load(share + 2), tl.load(share + 3), tl.load(share + 4), tl.load(share + 8),
             tl.load(share + 9), tl.load(share + 10))  # fmt: skip
 
@@ -65,7 +65,7 @@ def first_item(share):
 @triton.jit
 def next_item(request, tile, kv_head, start, query_len, seq_len, left, query_start, seq_lens,
               KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """The item after this one: the next tile, KV head or chosen request; past the last one `left` is not positive and nothing is read."""
+    """The next item: the next tile, KV head or chosen request. After the last one `left` is at most 0, and nothing is read."""
     tile += 1
     if tile * BLOCK_M >= query_len * GROUP:
         tile = 0

@@ -33,27 +33,27 @@ from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.machine import Machine, power_of_2
 
 RowsKind = Literal["one", "together", "more", "all"]
-TOGETHER = 16  # requests from which tiles may hold several of them
+TOGETHER = 16  # fewest requests for tiles that hold several of them
 HOPPER_BYTES = 224 << 10  # shared memory for tiles: 227 KiB minus layout conversions and barriers
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a launch cuts its work.
+    """How a launch divides its work.
 
     Attributes:
         block_m, block_n: flattened query rows of a tile, keys of a block.
         warps, stages: of a program, and of its software pipeline.
-        programs_per_sm: how many programs the grid has for each multiprocessor.
+        programs_per_sm: number of programs in the grid per multiprocessor.
         merge_parts: parts that a merge loads at once.
         part_blocks: 0, or the fixed number of blocks after which an item is cut (deterministic).
-        item_cost: blocks' time that an item takes besides its blocks.
-        early: launch before the kernel in front has ended (programmatic dependent launch).
-        hopper: run `attend_hopper` and not `attend_kernel`; `stages` are then its buffers for K and for V.
-        query_tiles: tiles of queries that it has memory for: of two the next one is copied while the consumers are at the last one.
-        producer_registers: those of a copying thread of `attend_hopper`; the two consumers share the rest.
-        waves: grids of that size that run one after the other, so that the L2 holds what each of them reads of keys and values.
-        turns: the two consumers issue their matrix products in turns, so that one's softmax runs beside the other's products.
+        item_cost: time of an item besides its blocks, in blocks.
+        early: launch before the previous kernel has ended (programmatic dependent launch).
+        hopper: run `attend_hopper` in place of `attend_kernel`; `stages` are then its buffers for K and for V.
+        query_tiles: tiles of queries in its memory; with two, the next is copied while the consumers work on the last.
+        producer_registers: registers of a copying thread of `attend_hopper`; the two consumers share the rest.
+        waves: grids of that size that run one after the other, so that the L2 cache holds the keys and values that each of them reads.
+        turns: the two consumers issue their matrix products alternately, so that one's softmax overlaps with the other's products.
     """
 
     block_m: int
@@ -75,10 +75,10 @@ class Tiling:
 def tiling(
     rows: RowsKind, spec: AttentionSpec, dtype: torch.dtype, longest_query: int, longest_context: int, total_keys: int, machine: Machine
 ) -> Tiling:
-    """For requests with one new token ("one"), with more, or for all alike, which makes results independent of the batch.
+    """The tiling for requests with one new token ("one"), with more, or for all alike, which makes results independent of the batch.
 
-    `longest_query` and `longest_context`: the most new tokens, and tokens in all, of a request; `total_keys`: over all requests, or with
-    "more" those that have more than one new token.
+    `longest_query` and `longest_context`: the most new tokens, and total tokens, of a request; `total_keys`: over all requests or, with
+    "more", over those with several new tokens.
     """
     found = _tiling(rows, spec, dtype, longest_query, longest_context, total_keys, machine)
     return found if found.hopper else _fitting(found, spec, dtype.itemsize, machine.shared_bytes)
@@ -103,8 +103,8 @@ def _tiling(
 
 
 def _fitting(tiles: Tiling, spec: AttentionSpec, itemsize: int, shared_bytes: int) -> Tiling:
-    """With fewer buffers, then fewer keys, then fewer queries, where a GPU has no room for what `attend_kernel` keeps in shared memory:
-    queries, all blocks of keys and values but one, and the weights, which stay in registers if there are 128 rows of them."""
+    """Reduces buffers, then keys, then queries, until shared memory has room for what `attend_kernel` keeps there: queries, all blocks of
+    keys and values but one, and the weights, which stay in registers if there are 128 rows of them."""
     if isinstance(spec, LatentSpec):
         query = block = power_of_2(max(spec.rank, 16)) + (power_of_2(spec.rotated) if spec.rotated else 0)
     else:
@@ -124,10 +124,10 @@ def _fitting(tiles: Tiling, spec: AttentionSpec, itemsize: int, shared_bytes: in
 
 
 def in_hopper_kernel(spec: AttentionSpec) -> bool:
-    """Whether `attend_hopper` is written for a layer, in 16 bits: with every feature but ALiBi, biases, and parts of chunks but the own.
+    """Whether `attend_hopper` supports a layer, in 16 bits: every feature but ALiBi, biases, and chunks other than a query's own.
 
-    Head dims are a power of two from 64 to 256, perhaps with a smaller one of 16 to 64 besides (80, 96, 192, ..), which is a tile of its
-    own in shared memory. Values are as wide as keys, or as their first tile (192 with 128), since the queries' memory is the output's, too.
+    Head dims are a power of two from 64 to 256, optionally plus a smaller one of 16 to 64 (80, 96, 192, ..), which is a separate tile in
+    shared memory. Values are as wide as keys, or as their first tile (192 with 128), since the output uses the queries' memory.
     """
     first = power_of_2(spec.qk_head_dim + 1) // 2
     dims = first in (64, 128, 256) and spec.qk_head_dim - first in (0, 16, 32, 64) and spec.qk_head_dim <= 256
@@ -136,17 +136,17 @@ def in_hopper_kernel(spec: AttentionSpec) -> bool:
 
 
 def in_latent_hopper(spec: LatentSpec) -> bool:
-    """Whether `attend_latent_hopper` is written for rows, in 16 bits: a block's 64 weights take the place of its tokens' rotated parts."""
+    """Whether `attend_latent_hopper` supports these rows, in 16 bits: a block's 64 weights overwrite its tokens' rotated parts."""
     return spec.rank in (256, 512) and spec.rotated == 64
 
 
 def prefers_latent_hopper(rows: RowsKind, spec: LatentSpec) -> bool:
-    """Whether it is taken for them: for decode steps over a rank of 512, where it has run on a GPU and was measured."""
+    """Whether it is used: for decode steps with a rank of 512, for which it was run and measured on a GPU."""
     return rows == "one" and spec.rank == 512
 
 
 def shares_keys(spec: AttentionSpec, dtype: torch.dtype, requests: int, total_keys: int, machine: Machine) -> bool:
-    """Whether requests that decode have tiles in common, where what they share is read once."""
+    """Whether decoding requests share tiles, so that shared keys are read once."""
     plain = spec.sliding_window is None and spec.chunk is None and spec.alibi_slopes is None and spec.bias_index is None and spec.causal
     if isinstance(spec, LatentSpec) or not plain or requests < TOGETHER or total_keys <= few_keys(spec, dtype, machine):
         return False
@@ -154,7 +154,7 @@ def shares_keys(spec: AttentionSpec, dtype: torch.dtype, requests: int, total_ke
 
 
 def few_keys(spec: AttentionSpec, dtype: torch.dtype, machine: Machine) -> int:
-    """The most keys, over all requests, of a decode step that counts as small: up to 8 blocks of them for each multiprocessor."""
+    """The most keys, over all requests, with which a decode step counts as small: up to 8 blocks per multiprocessor."""
     if dtype.itemsize > 2:
         return 0
     return 8 * _decode_block_n(spec) * machine.multiprocessors // spec.num_kv_heads
@@ -189,8 +189,8 @@ def _extend(dim: int, spec: AttentionSpec, dtype: torch.dtype, longest_query: in
 
 
 def _hopper(spec: AttentionSpec, longest_context: int) -> Tiling:
-    """Blocks of 128 keys, unless smaller ones waste less (few keys), or a consumer's registers hold sums over more than 128 columns; then
-    as many buffers as fit into shared memory, first of all two for keys and values, then a second one for queries.
+    """Blocks of 128 keys, unless smaller ones waste less (few keys) or a consumer's registers hold sums over more than 128 columns; then as
+    many buffers as fit into shared memory: first two for keys and values, then a second one for queries.
     """
     block_n = 64 if longest_context <= 2048 or spec.v_head_dim > 128 else 128
     queries, block = 128 * spec.qk_head_dim * 2, block_n * (spec.qk_head_dim + spec.v_head_dim) * 2
@@ -202,17 +202,17 @@ def _hopper(spec: AttentionSpec, longest_context: int) -> Tiling:
 
 
 def _waves(spec: AttentionSpec, longest_query: int, longest_context: int, total_keys: int, tiles: Tiling, machine: Machine) -> int:
-    """About one for each L2 that all keys and values fill: the work lies end to end, a request's heads one after the other, so that a wave
-    reads some of them. A wave costs 10 to 30 us, in which a program multiplies some 10 blocks: each has 64 or more. Partial results of all
-    programs are kept: up to 2,048 columns of float32 for each row of a tile and multiprocessor.
+    """About one wave for each L2 cache that all keys and values fill. The work lies end to end, one head of a request after the other, so a
+    wave reads only some of them. A wave costs 10 to 30 us, the time of some 10 blocks of a program; each has 64 or more. Partial results
+    of all programs are kept: up to 2,048 columns of float32 for each row of a tile and multiprocessor.
 
-    Sliding windows have one: a program's own keys are few.
+    Sliding windows have one wave, since a program's own keys are few.
     """
     if not machine.l2_bytes or (spec.sliding_window is not None and spec.sliding_window < longest_context):
         return 1
     bytes_read = total_keys * spec.num_kv_heads * (spec.qk_head_dim + spec.v_head_dim) * 2
     keys = longest_context - longest_query // 2 if spec.causal else longest_context
-    requests = total_keys / max(longest_context, 1)  # were all like the longest
+    requests = total_keys / max(longest_context, 1)  # if all were as long as the longest
     tiles_of_one = spec.num_kv_heads * (longest_query * spec.group_size // tiles.block_m)
     blocks = int(requests * tiles_of_one * (keys // tiles.block_n)) // machine.multiprocessors
     most = min(1024 // power_of_2(spec.v_head_dim), blocks // 64)
@@ -220,11 +220,11 @@ def _waves(spec: AttentionSpec, longest_query: int, longest_context: int, total_
 
 
 def _latent(rows: RowsKind, spec: LatentSpec, dtype: torch.dtype, longest_query: int, machine: Machine) -> Tiling:
-    """For `attend_latent`: sums of 64 rows over a rank of 512 are half of a multiprocessor's registers, so 8 warps share them, and 64 is
-    the most; the other half holds scores and addresses. In shared memory lie those rows' queries (72 KiB with 64 rotated) and two blocks
-    of 64 tokens, 72 KiB each. With 16 rows, which memory bounds, two programs with two blocks of 32 tokens fit a multiprocessor; blocks
-    of 64, as on Hopper, take 164 KiB, more than some GPUs have. `attend_latent_hopper` has tiles of 64 rows. On Blackwell 64 rows would
-    take 345 KiB and spill a thousand bytes of each thread's registers, 32 take 112 and spill none (compiled, not run).
+    """For `attend_latent`: sums of 64 rows over a rank of 512 take half of a multiprocessor's registers, so 8 warps share them, and 64 is
+    the maximum; the other half holds scores and addresses. Shared memory holds those rows' queries (72 KiB with 64 rotated) and two blocks
+    of 64 tokens, 72 KiB each. With 16 rows, which are bound by memory, two programs with two blocks of 32 tokens fit on a multiprocessor;
+    blocks of 64, as on Hopper, take 164 KiB, more than some GPUs have. `attend_latent_hopper` has tiles of 64 rows. On Blackwell 64 rows
+    would take 345 KiB and spill a thousand bytes of each thread's registers; 32 take 112 KiB and spill none (compiled, not run).
     """
     rank = power_of_2(max(spec.rank, 16))
     most = 32 if machine.blackwell else 64

@@ -22,7 +22,7 @@ _count, _count_shared, _deal = FastKernel(count_units), FastKernel(count_togethe
 
 @dataclass(frozen=True)
 class PartitionKind:
-    """What the deal depends on besides the batch: layers with equal kinds share one deal."""
+    """What a partition depends on besides the batch: layers with equal kinds share one partition."""
 
     rows: RowsKind
     kv_heads: int
@@ -37,7 +37,7 @@ class PartitionKind:
     def __hash__(self) -> int:
         return self._hash
 
-    def __post_init__(self) -> None:  # hashed once: every layer of every step looks something up by its kind
+    def __post_init__(self) -> None:  # hashed once, since every layer of every step uses its kind as a key
         values = (self.rows, self.kv_heads, self.group, self.causal, self.window, self.chunk, self.chunks, self.tiling)
         object.__setattr__(self, "_hash", hash(values))
 
@@ -49,9 +49,9 @@ class PartitionKind:
 
     @property
     def align(self) -> int:
-        """The multiple on which the keys of a tile begin. 0: where its first query's do.
+        """A tile's keys start at a multiple of this; 0: at the first key that its first query sees.
 
-        With rows "all" it is a whole part: then a row's sums are cut at the same keys in every tile.
+        With rows "all" it is a whole part, so a row's sums are cut at the same keys in every tile.
         """
         block, parts = self.tiling.block_n, self.tiling.part_blocks
         return {"one": 0, "together": 0, "more": block, "all": block * parts}[self.rows]
@@ -64,7 +64,7 @@ class PartitionKind:
 
 @dataclass
 class WorkPartition:
-    """The dealt work of the first R requests of a batch; those of rows "together" decode.
+    """The partitioned work of the first R requests of a batch; those of rows "together" decode.
 
     work [programs + 1, WORK_COLUMNS], counters [2 * programs], units [R], tile_ends [most_items]; with rows "together" ends [R * segments];
     int32 on the batch's device.
@@ -93,7 +93,7 @@ class WorkPartition:
         )
         tiles = batch.num_tokens * kind.group // tiling.block_m + requests + 1
         bounds = requests * segments(kind) if kind.rows == "together" else 0
-        sizes = [_ceil(n, 4) * 4 for n in (requests, tiles, (programs + 1) * WORK_COLUMNS, 2 * programs, bounds)]  # each on 16 bytes
+        sizes = [_ceil(n, 4) * 4 for n in (requests, tiles, (programs + 1) * WORK_COLUMNS, 2 * programs, bounds)]  # each 16-byte aligned
         units, tile_ends, work, counters, ends = torch.empty(sum(sizes), dtype=torch.int32, device=batch.slots.device).split(sizes)
         constants: dict[str, object] = {
             "GROUP": kind.group, "CAUSAL": kind.causal, "HAS_WINDOW": kind.window is not None, "CHUNKS": kind.chunks,
@@ -105,7 +105,7 @@ class WorkPartition:
         )
 
     def deal(self, batch: Batch) -> None:
-        """Launch the two planning kernels."""
+        """Launches the two planning kernels."""
         kind, requests, device = self.kind, self.requests, device_index(batch.slots.device)
         window, chunk = kind.window or 0, kind.chunk or 0
         if kind.rows == "together":
@@ -121,7 +121,7 @@ class WorkPartition:
                 kind, (requests, 1), (batch.seq_lens, batch.query_start, self.units, self.tile_ends, window, chunk),
                 self.constants | {"ROWS": kind.rows, "BLOCK_T": 64}, {"num_warps": 1}, device,
             )  # fmt: skip
-        block_r = 16 if requests <= 16 else 256  # two kernels to compile, not one for every power of two
+        block_r = 16 if requests <= 16 else 256  # only two kernels to compile
         _deal(
             (kind, block_r), (_ceil(self.programs + 1, 16), 1),
             (batch.seq_lens, batch.query_start, self.units, self.tile_ends, self.work, self.counters, requests, self.programs, window,
@@ -132,27 +132,27 @@ class WorkPartition:
 
 
 def num_parts(kind: PartitionKind, seq_lens: Sequence[int], query_lens: Sequence[int]) -> int:
-    """How many parts a fixed cut makes, from the host's lengths; no fewer than the device will find."""
+    """How many parts a fixed cut makes, from the host's lengths; at least as many as the device will find."""
     tiling, parts = kind.tiling, 0
     for length, new in zip(seq_lens, query_lens, strict=True):
         seen = length if kind.window is None else min(length, kind.window + new)
-        # One part more where the first key is not on the grid.
+        # One more part if the first key is not on the grid.
         parts += _ceil(new * kind.group, tiling.block_m) * (_ceil(seen, tiling.block_n * tiling.part_blocks) + 1)
     return max(1, parts * kind.kv_heads)
 
 
 def kept_rows(kind: PartitionKind) -> int:
-    """Rows of a tile that partial results are kept for: a decode tile of few heads is mostly padding."""
+    """Rows of a tile for which partial results are kept: a decode tile with few heads is mostly padding."""
     return min(kind.tiling.block_m, power_of_2(kind.group)) if kind.rows == "one" else kind.tiling.block_m
 
 
 def partial_rows(kind: PartitionKind, programs: int) -> int:
-    """Rows of the workspace: of each program's first and last item."""
+    """Rows of the workspace: those of each program's first and last item."""
     return 2 * programs * kept_rows(kind)
 
 
 def segments(kind: PartitionKind) -> int:
-    """Columns of `ends`: what an item's requests share, what each has of its own, how many they are, and room up to a power of two."""
+    """Columns of `ends`: blocks shared by an item's requests, each one's own, the number of requests, padded to a power of two."""
     return power_of_2(kind.members + 2)
 
 

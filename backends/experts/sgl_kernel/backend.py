@@ -22,7 +22,7 @@ from paged_attn.backends.needs import HALF, SGL_KERNEL, TRITON, Needs, Requireme
 GATES = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_tanh_and_mul"}
 ALIGNMENT = 16  # bytes per row must be a multiple of this
 SMALLEST_BLOCK = 16  # rows of one expert
-SCRATCH = 1 << 20  # bytes; 132 persistent programs keep a descriptor of 128 bytes each for every tensor that they write by TMA
+SCRATCH = 1 << 20  # bytes; 132 persistent programs have a descriptor of 128 bytes for every tensor that they write by TMA
 
 
 class SglKernelExpertsBackend(ExpertsBackend):
@@ -43,14 +43,14 @@ class SglKernelExpertsBackend(ExpertsBackend):
     ) -> Tensor:
         from paged_attn.backends.experts.sgl_kernel.sum_kernel import weighted_sum
 
-        if not len(x):  # `matmul_ogs` divides by their number
+        if not len(x):  # `matmul_ogs` divides by the number of rows
             return x.new_empty((0, w2.shape[1]))
         products, (experts, hidden, _) = _products(), w2.shape
         given, ids, weights = x.to(w1.dtype).contiguous(), ids.contiguous(), weights.contiguous()
         rows = RowsByExpert.of(ids, experts)
         _hold_scratch(w1.device)
         inner = _first_product(given, w1, b1, gating, rows.routing(ids.shape[1]), products.GatherIndx(rows.pairs, rows.pairs))
-        # With one expert to a row, rows go where `dst_indx` says. Those of no expert are not written, and the sum leaves them out.
+        # With one expert per row, rows go where `dst_indx` says. Rows without an expert are not written, and the sum skips them.
         parts = products.matmul_ogs(
             inner, w2.transpose(1, 2), _bias(b2), rows.routing(1), scatter_indx=products.ScatterIndx(ids.view(-1), rows.pairs)
         )  # fmt: skip
@@ -59,9 +59,9 @@ class SglKernelExpertsBackend(ExpertsBackend):
 
 @dataclass(frozen=True)
 class RowsByExpert:
-    """What `matmul_ogs` wants to know of sorted pairs.
+    """The metadata of sorted pairs for `matmul_ogs`.
 
-    `pairs` [T k]: the pair of each row; `counts` [E]: rows of each expert; both int32; `metadata`: where blocks of rows begin.
+    `pairs` [T k]: the pair of each row; `counts` [E]: rows of each expert; both int32; `metadata`: starts of blocks of rows.
     """
 
     pairs: Tensor
@@ -70,7 +70,7 @@ class RowsByExpert:
 
     @classmethod
     def of(cls, ids: Tensor, experts: int) -> RowsByExpert:
-        """`ids` [T, k] is contiguous; those of no expert come last, where no block is."""
+        """`ids` [T, k] is contiguous; pairs without an expert come last, where there is no block."""
         from triton_kernels.tensor import make_ragged_tensor_metadata
 
         from paged_attn.backends.experts.triton.grouped import sorted_pairs
@@ -80,12 +80,12 @@ class RowsByExpert:
         return cls(pairs, counts, make_ragged_tensor_metadata(counts, ids.numel()))
 
     def routing(self, top_k: int) -> Any:
-        """For a product that reads row pair // top_k of its operand where it gathers."""
+        """For a product that reads row pair // top_k of its operand when it gathers."""
         return _products().RoutingData(None, self.counts, len(self.counts), top_k, self.metadata)
 
 
 def _first_product(x: Tensor, w1: Tensor, b1: Tensor | None, gating: Gating, routing: Any, gather: Any) -> Tensor:
-    """[T k, I], rows by expert."""
+    """[T k, I], rows sorted by expert."""
     product, b1 = _products().matmul_ogs, _bias(b1)
     if swiglu := _fused(gating):
         fused: Tensor = product(x, w1.transpose(1, 2), b1, routing, gather, fused_activation=swiglu)
@@ -98,7 +98,7 @@ def _first_product(x: Tensor, w1: Tensor, b1: Tensor | None, gating: Gating, rou
 
 
 def _bias(bias: Tensor | None) -> Tensor | None:
-    """In float32: with another one the product that is not persistent does not compile."""
+    """The bias in float32: with other dtypes the non-persistent product does not compile."""
     return None if bias is None else bias.float()
 
 
@@ -111,7 +111,7 @@ def _products() -> Any:
 
 @cache
 def _fused(gating: Gating) -> Any | None:
-    """The gate that the first product knows: gate * sigmoid(alpha * gate) * (up + 1), of gate and up that take turns."""
+    """The gate that the first product can fuse: gate * sigmoid(alpha * gate) * (up + 1), with gate and up interleaved."""
     softcaps = gating.gate_softcap or gating.up_softcap
     if not (gating.gated and gating.interleaved and gating.alpha and gating.activation == "silu") or softcaps or gating.up_first:
         return None
@@ -124,7 +124,7 @@ def _fused(gating: Gating) -> Any | None:
 
 @cache
 def _gate(gating: Gating) -> Callable[[Tensor], Tensor]:
-    """sgl_kernel's where it has it, else PyTorch's."""
+    """sgl_kernel's gate if it has one, else PyTorch's."""
     plain = Gating(gating.activation)
     if gating == plain and gating.activation in GATES:
         import sgl_kernel
@@ -135,6 +135,6 @@ def _gate(gating: Gating) -> Callable[[Tensor], Tensor]:
 
 
 def _hold_scratch(device: torch.device) -> None:
-    """What a stream has for descriptors is as large as any product needs: when one needs more, what captured graphs write to is freed."""
+    """Makes a stream's memory for descriptors large enough for any product: growing later would free what captured graphs write to."""
     if device.type == "cuda":
         _products().get_per_device_per_stream_alloc_fn(device)(SCRATCH, 128, torch.cuda.current_stream(device).cuda_stream)

@@ -22,7 +22,7 @@ def weighted_sum(parts: Tensor, ids: Tensor, weights: Tensor, experts: int) -> T
 
 @triton.jit
 def sum_weighted(parts, ids, weights, output, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr):
-    """As `sum_parts`, of parts that have no weights yet; what stands at ids of no expert, and their weights, may be anything."""
+    """`sum_parts` for parts that are not weighted yet. Parts and weights for ids of no expert may hold anything."""
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

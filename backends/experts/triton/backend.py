@@ -13,11 +13,11 @@ from paged_attn.backends.needs import TRITON, Needs
 from paged_attn.backends.unit_stride import unit_last
 
 FEW_TOKENS = 16
-SHARED = 1.27  # pairs for each expert that they have: from here on one read of it for all of its pairs is faster (docs/design/experts.md)
+SHARED = 1.27  # average pairs per used expert from which reading it once for all its pairs is faster (docs/design/experts.md)
 
 
 def reads_each_pair(tokens: int, top_k: int, experts: int) -> bool:
-    """Whether so few tokens share an expert, if they choose at random, that each pair of a token and an expert reads the weights again."""
+    """Whether so few tokens, choosing at random, share an expert that each pair of a token and an expert reads the weights separately."""
     chosen = experts * (1 - (1 - min(1, top_k / experts)) ** tokens)
     return tokens <= FEW_TOKENS and tokens * top_k <= SHARED * chosen
 

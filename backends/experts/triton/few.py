@@ -17,7 +17,7 @@ from paged_attn.backends.machine import early_start
 
 @dataclass(frozen=True)
 class FewTiling:
-    """Rows of a weight that a program computes, how many of their columns it reads at a time, and its warps; for both products."""
+    """Rows of a weight per program, columns that it reads at a time, and its warps; for both products."""
 
     rows: int = 2
     columns: int = 1024

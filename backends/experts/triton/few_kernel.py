@@ -22,7 +22,7 @@ def few_first(
     GATE_SOFTCAP: tl.constexpr, UP_SOFTCAP: tl.constexpr, UP_FIRST: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """inner [T k, I] of x [T, H], ids [T, k], w1 [E, rows, H]; rows: all gates, and all ups `up_stride` behind; or in turns."""
+    """inner [T k, I] of x [T, H], ids [T, k], w1 [E, rows, H]; rows: all gates, then all ups after `up_stride`; or interleaved."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -86,7 +86,7 @@ def few_second(
     token = tl.program_id(0)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     own = h < H
-    # On the way while `few_first` ends, which has waited for what wrote the ids; from the L2, for an L1 may hold what was there before.
+    # Loaded while `few_first` ends, which has waited for the kernel that wrote the ids. From the L2, since an L1 may hold old values.
     expert = tl.load(ids + token * TOP_K, cache_modifier=".cg")
     at = w2 + tl.minimum(expert, EXPERTS - 1).to(tl.int64) * expert_stride + h[:, None] * row_stride
     tile = _tile(at, own, 0, column_stride, H, WIDTH, BLOCK_H, BLOCK_I)
@@ -113,7 +113,7 @@ def _add_expert(
     total, bias, tile, at, inner, weights, b2, pair, expert, h, own, column_stride, bias_stride,
     H: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """The sums with a pair's products, of whose weight `tile` has the first columns."""
+    """Adds a pair's products to the sums; `tile` holds the first columns of its weight."""
     weight = tl.load(weights + pair).to(tl.float32)
     row = inner + pair.to(tl.int64) * WIDTH
     total = _add_tile(total, tile, weight, row, 0, WIDTH, BLOCK_I)

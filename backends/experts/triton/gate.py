@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """float32, as ACTIVATIONS of attn_ops/specs/experts.py compute it."""
+    """float32, as ACTIVATIONS in attn_ops/specs/experts.py define it."""
     if ACTIVATION == "silu":
         x = x * tl.sigmoid(x)
     elif ACTIVATION == "gelu":

@@ -24,7 +24,7 @@ ONE_PROGRAM = 1024  # up to this many pairs, a single program sorts them in one 
 
 @dataclass(frozen=True)
 class GroupedTiling:
-    """Rows, columns and depth of a block of both products, warps and stages of its loads."""
+    """Rows, columns and depth of a block in both products, warps, and stages of its loads."""
 
     m: int
     n: int
@@ -34,10 +34,10 @@ class GroupedTiling:
 
 
 def tiling_for(pairs_of_an_expert: float, w1: Tensor, gated: bool) -> GroupedTiling:
-    """By how many pairs an expert gets on average, and what the weights' GPU has room for.
+    """The tiling for an average number of pairs per expert, on the weights' GPU.
 
-    In 16 bits as `benchmarks/experts.py --tune` found on an H200, where the best of 31 tilings of each of three shapes is at most 4 %
-    faster than these; in float32 what compiles without spilling more than a few registers.
+    In 16 bits from `benchmarks/experts.py --tune` on an H200, where the best of 31 tilings for each of three shapes is at most 4 %
+    faster than these; in float32 tilings that spill at most a few registers.
     """
     machine = machine_of(w1.device)
     if w1.itemsize > 2:
@@ -51,9 +51,9 @@ def tiling_for(pairs_of_an_expert: float, w1: Tensor, gated: bool) -> GroupedTil
 
 
 def _fitting(tiling: GroupedTiling, itemsize: int, gated: bool, machine: Machine) -> GroupedTiling:
-    """With fewer or less deep buffers where the GPU has no room for those that the first product has on their way.
+    """Reduces the number or depth of buffers until those that the first product has in flight fit on the GPU.
 
-    There is one less than stages, but for Hopper's own products: these read one buffer while all others are filled.
+    There is one less than stages, except for Hopper's products, which read one buffer while all others are filled.
     """
     of_hopper = machine.sm90_or_newer and tiling.m >= 64 and itemsize == 2
     needed = (tiling.stages - (not of_hopper)) * (tiling.m + tiling.n * (1 + gated)) * tiling.k * itemsize
@@ -69,7 +69,7 @@ def _fitting(tiling: GroupedTiling, itemsize: int, gated: bool, machine: Machine
 
 
 def token_counts(w1: Tensor, top_k: int, gated: bool) -> Iterator[int]:
-    """Numbers of tokens that together need every kernel that any number needs, with these weights of all experts."""
+    """Numbers of tokens that together use every kernel that any number of tokens uses, with these weights of all experts."""
     tokens, largest = 1, tiling_for(math.inf, w1, gated)
     while True:
         yield tokens
@@ -89,7 +89,7 @@ def grouped_experts(
     gating: Gating,
     tiling: GroupedTiling | None = None,
 ) -> Tensor:
-    """As the op; ids and weights [T, k] are contiguous. Nothing waits for the GPU: as many blocks are launched as there may be."""
+    """As the op; ids and weights [T, k] are contiguous. Launches as many blocks as there may be, so nothing waits for the GPU."""
     (tokens, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
     num_pairs = tokens * top_k
     products = hopper_products(x, w1, w2, b1, b2, gating, num_pairs / experts) if tiling is None else None
@@ -118,7 +118,7 @@ def _general_products(
     x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating, tiling: GroupedTiling,
     top_k: int, pairs: Tensor | None, blocks: Tensor, inner: Tensor, parts: Tensor, early: dict[str, bool], output: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes `inner` and `parts`; of one token, whose ids are the `blocks`, `output` as well."""
+    """Writes `inner` and `parts`; for a single token, whose ids are the `blocks`, also `output`."""
     (experts, hidden, width), num_blocks, columns = w2.shape, blocks.shape[1], triton.cdiv(w2.shape[1], tiling.n)
     counters = 0 if output is None else triton.next_power_of_2(columns)
     arrived = torch.empty(counters, dtype=torch.int32, device=x.device) if counters else None
@@ -135,12 +135,12 @@ def _general_products(
     launch(
         grouped_second, (num_blocks * columns,),
         inner, pairs, blocks, weights, w2, b2, parts, output, arrived, num_blocks, *w2.stride(), 0 if b2 is None else b2.stride(0),
-        HAS_BIAS=b2 is not None, EARLY=early["EARLY"], **how,  # not launched early: beside the first it would crowd some multiprocessors
+        HAS_BIAS=b2 is not None, EARLY=early["EARLY"], **how,  # not launched early: with the first it would crowd some multiprocessors
     )  # fmt: skip
 
 
 def sorted_pairs(ids: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(pairs [T k] by expert, blocks [3, most there may be] of `block` pairs each, counts [E or more]): see `sort_pairs`; int32."""
+    """(pairs [T k] by expert, blocks [3, their maximum number] of `block` pairs each, counts [at least E]): see `sort_pairs`; int32."""
     num_pairs, padded = ids.numel(), triton.next_power_of_2(experts)
     num_blocks = num_pairs // block + min(experts, num_pairs)
     blocks = torch.empty((3, num_blocks), dtype=torch.int32, device=ids.device)

@@ -22,7 +22,7 @@ def grouped_first(
 ):  # fmt: skip
     """inner [T k, I], by pair, of x [T, H] and w1 [E, rows, H]; rows as in `few_first`.
 
-    COUNTERS, a power of 2: T is 1, and `blocks` are its ids, each a block of its own; `arrived` becomes 0. Otherwise COUNTERS is 0.
+    COUNTERS, a power of 2: T is 1, and `blocks` are its ids, each a block by itself; `arrived` is zeroed. Otherwise COUNTERS is 0.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -87,7 +87,7 @@ def grouped_second(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     COUNTERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """parts [T k, H], by pair: weight (inner w2[expert]^T + b2[expert]). EARLY: what comes next may be launched beside it.
+    """parts [T k, H], by pair: weight (inner w2[expert]^T + b2[expert]). EARLY: the next kernel may be launched beside this one.
 
     With COUNTERS (see `grouped_first`) the last program of some columns adds up the parts of all experts, as `sum_parts` does.
     """
@@ -112,14 +112,14 @@ def grouped_second(
         at = parts + pair.to(tl.int64)[:, None] * H + n[None, :]
         tl.store(at, total.to(parts.dtype.element_ty), mask=real[:, None] & (n < H)[None, :])
     if COUNTERS > 0:
-        tl.debug_barrier()  # every thread's part is written before the one thread that counts says so
+        tl.debug_barrier()  # every thread must have written its part before the counting thread announces it
         if tl.atomic_add(arrived + column, 1, sem="acq_rel") == TOP_K - 1:
             _add_up(parts, blocks, output, 0, n, EXPERTS, TOP_K, H)
 
 
 @triton.jit
 def sum_parts(parts, ids, output, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """output [T, H]: a token's parts, added up in float32 in their order; ids that no expert has are left out."""
+    """output [T, H]: the sum of a token's parts in float32, in their order; ids of no expert are skipped."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -138,7 +138,7 @@ def _add_up(parts, ids, output, token, h, EXPERTS: tl.constexpr, TOP_K: tl.const
 
 @triton.jit
 def _pairs_of(pairs, blocks, block, num_blocks, BLOCK_M: tl.constexpr, COUNTERS: tl.constexpr):
-    """A block's pairs, and which of them are real: what stands in the other rows is computed, and not stored."""
+    """A block's pairs, and which of them are real: other rows are computed, but not stored."""
     row = tl.arange(0, BLOCK_M)
     if COUNTERS > 0:
         pair, real = block + row * 0, row == 0

@@ -27,9 +27,9 @@ class Matrix:
 
     Attributes:
         shape, stride: rows and columns, and elements from row to row.
-        k_first: whether a row is one k of all columns of the product, not one column of it.
-        expert_rows: from expert to expert.
-        up_rows: from gates to ups, where they lie apart.
+        k_first: whether a row is one k for all columns of the product, rather than one column of the product.
+        expert_rows: rows from expert to expert.
+        up_rows: rows from gates to ups, if separate.
     """
 
     shape: tuple[int, int]
@@ -40,7 +40,7 @@ class Matrix:
 
 
 def matrix_of(weight: Tensor) -> Matrix | None:
-    """The matrix of a weight [E, N, K] or [E, 2, I, K]; None where a row begins where TMA cannot read."""
+    """The matrix of a weight [E, N, K] or [E, 2, I, K]; None if TMA cannot read the start of every row."""
     *leading, columns, depth = weight.shape
     k_first = weight.stride(-1) != 1
     if k_first:
@@ -56,7 +56,7 @@ def matrix_of(weight: Tensor) -> Matrix | None:
 
 @dataclass(frozen=True)
 class Product:
-    """One of a layer's two products; `gating` is what follows the first one, and None of the second, which is scaled."""
+    """One of a layer's two products; `gating` follows the first; None: the second, which is scaled."""
 
     weight: Tensor
     bias: Tensor | None
@@ -64,7 +64,7 @@ class Product:
     gating: Gating | None
 
     def __call__(self, left: Tensor, top_k: int, pairs: Tensor, blocks: Tensor, scales: Tensor, out: Tensor) -> None:
-        """out [T k, N], by pair, of row pair // top_k of `left`; pairs are sorted, in blocks of BLOCK."""
+        """out [T k, N], by pair, from row pair // top_k of `left`; pairs are sorted, in blocks of BLOCK."""
         from triton.experimental.gluon import language as gl
 
         from paged_attn.backends.experts.triton.hopper_kernel import product_hopper
@@ -86,12 +86,12 @@ class Product:
 def hopper_products(
     x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating, pairs_of_an_expert: float
 ) -> tuple[Product, Product] | None:
-    """Both products, if the kernel takes them and is the faster one."""
+    """Both products, if the kernel supports them and is faster."""
     if pairs_of_an_expert <= FEWEST_PAIRS or w1.element_size() != 2 or not machine_of(w1.device).hopper:
         return None
     first, second = matrix_of(w1), matrix_of(w2)
     if first is None or second is None or x.stride(0) % 16 or x.storage_offset() % 8:
         return None
-    if first.k_first and gating.gated and not gating.interleaved:  # a box would have to be cut in its middle
+    if first.k_first and gating.gated and not gating.interleaved:  # a box would have to be split in two
         return None
     return Product(w1, b1, first, gating), Product(w2, b2, second, None)

@@ -36,10 +36,10 @@ def product_hopper(
     INTERLEAVED: gl.constexpr, HAS_BIAS: gl.constexpr, SCALED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr,
     HAS_ALPHA: gl.constexpr, GATE_SOFTCAP: gl.constexpr, UP_SOFTCAP: gl.constexpr, UP_FIRST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """out [T k, N], by pair: what an expert makes of row pair // TOP_K of `left` [.., K]; grid (programs,), 4 warps and 8 more.
+    """out [T k, N], by pair: an expert's result for row pair // TOP_K of `left` [.., K]; grid (programs,), 4 warps and 8 more.
 
-    weight: rows of all experts as one matrix, [.., K], or with K_FIRST [.., N of an expert]; an expert's begin `expert_rows` after the last
-    one's, its ups `up_rows` after its gates. SCALED: times `scales` [T k], and nothing else; otherwise activated or gated.
+    weight: rows of all experts as one matrix, [.., K], or with K_FIRST [.., N of an expert]. Each expert starts `expert_rows` after the one
+    before, its ups `up_rows` after its gates. SCALED: only multiplied by `scales` [T k]; otherwise activated or gated.
     """
     dtype: gl.constexpr = left.dtype.element_ty
     left_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, DEPTH], dtype)
@@ -161,7 +161,7 @@ def _consume(half: gl.constexpr, pairs, blocks, bias, scales, out, num_blocks, b
 def _finish(total, first, last, pairs, bias, scales, out, column, limit, alpha, N: gl.constexpr, GATED: gl.constexpr,
             INTERLEAVED: gl.constexpr, HAS_BIAS: gl.constexpr, SCALED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr,
             HAS_ALPHA: gl.constexpr, GATE_SOFTCAP: gl.constexpr, UP_SOFTCAP: gl.constexpr, UP_FIRST: gl.constexpr):  # fmt: skip
-    """From sums of products to rows of `out`."""
+    """Turns sums of products into rows of `out`."""
     if GATED:
         if INTERLEAVED:
             if HAS_BIAS:
@@ -192,7 +192,7 @@ def _with_bias(sums, bias, start, N: gl.constexpr):
 
 @gluon.jit
 def _write(result, first, last, pairs, scales, out, start, N: gl.constexpr, SCALED: gl.constexpr):
-    """Rows of [64, 128] to those of their pairs, 16 bytes at a time; a warp keeps its rows, and hands columns from thread to thread."""
+    """Writes rows of [64, 128] to their pairs' rows, 16 bytes at a time; a warp keeps its rows and exchanges columns between threads."""
     layout: gl.constexpr = gl.BlockedLayout([8, 8], [2, 16], [4, 1], [1, 0])
     slot = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
     n = start + gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, layout))
@@ -209,7 +209,7 @@ def _write(result, first, last, pairs, scales, out, start, N: gl.constexpr, SCAL
 
 @gluon.jit
 def _tile(tile, blocks, num_blocks, EXPERTS: gl.constexpr, N: gl.constexpr, GATED: gl.constexpr):
-    """A tile's block of pairs, its column, and its expert, which is EXPERTS behind the last tile."""
+    """A tile's block of pairs, its column, and its expert; EXPERTS after the last tile."""
     WIDTH: gl.constexpr = COLUMNS // 2 if GATED else COLUMNS
     columns: gl.constexpr = (N + WIDTH - 1) // WIDTH
     block = tile // columns

@@ -17,7 +17,7 @@ def route_kernel(
     TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, SCORE: tl.constexpr, AFTER: tl.constexpr, RENORMALISE: tl.constexpr,
     HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """weights, ids [T, k] of logits [T, E]; G, S: powers of 2 from the number of groups and their size on. Of equals the first is taken."""
+    """weights, ids [T, k] of logits [T, E]; G, S: number and size of groups, rounded up to powers of 2. The first of equals is chosen."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -73,7 +73,7 @@ def route_kernel(
         weight = 1.0 / (1.0 + tl.exp(-weight))
     if RENORMALISE:
         weight = weight / (tl.sum(tl.where(own, weight, 0.0), 0) + eps)
-    # A row without numbers gets some expert that exists.
+    # A row of only NaN gets some valid expert.
     chosen = tl.minimum(chosen // S * size + tl.minimum(chosen % S, size - 1), EXPERTS - 1)
     tl.store(weights + token * TOP_K + k, (weight * scale).to(weights.dtype.element_ty), mask=own)
     tl.store(ids + token * TOP_K + k, chosen.to(ids.dtype.element_ty), mask=own)

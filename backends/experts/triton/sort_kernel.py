@@ -14,7 +14,7 @@ def sort_few_pairs(
     ids, counts, pairs, blocks, num_pairs, num_blocks,
     EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As `count_pairs` and `sort_pairs` in one launch of one program; counts [2 E] need not be zeros."""
+    """`count_pairs` and `sort_pairs` in one launch of one program; counts [2 E] need not be zero."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -37,7 +37,7 @@ def sort_few_pairs(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def count_pairs(ids, counts, ranks, num_pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """counts [E], zeros before: pairs of each expert; ranks [S]: of each pair among its expert's."""
+    """counts [E], initially zero: pairs of each expert; ranks [S]: rank of each pair among its expert's."""
     start = tl.program_id(0) * BLOCK
     expert, served = _experts_of(ids, start, num_pairs, EXPERTS, BLOCK)
     rank = tl.atomic_add(counts + tl.where(served, expert, 0), 1, mask=served, sem="relaxed")
@@ -49,8 +49,8 @@ def sort_pairs(
     ids, counts, ranks, pairs, blocks, num_pairs, num_blocks,
     EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """pairs [S]: those of expert 0, then those of expert 1, and so on; blocks [3, B]: the expert of each block, its first slot, and where
-    its expert's slots end; EXPERTS beyond the last block. E: a power of 2 from EXPERTS on."""
+    """pairs [S]: those of expert 0, then those of expert 1, and so on; blocks [3, B]: each block's expert (EXPERTS after the last block),
+    its first slot, and the end of its expert's slots. E: a power of 2, at least EXPERTS."""
     start = tl.program_id(0) * BLOCK
     expert, served = _experts_of(ids, start, num_pairs, EXPERTS, BLOCK)
     every = tl.arange(0, E)
@@ -72,7 +72,7 @@ def _experts_of(ids, start, num_pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def _write_blocks(count, blocks, num_blocks, EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
-    """Each expert's first blocks, their second, and so on: most have one or two."""
+    """Writes each expert's first block, then each one's second, and so on: most have one or two."""
     expert = tl.arange(0, E)
     own = (count + BLOCK_M - 1) // BLOCK_M
     ends, pair_ends = tl.cumsum(own, 0), tl.cumsum(count, 0)

@@ -15,11 +15,11 @@ from paged_attn.backends.scans.triton.conv_kernel import conv_extend, conv_state
 from paged_attn.backends.unit_stride import unit_last
 
 BLOCK = 128  # channels of a program
-PROMPT_TOKENS, PROMPT_BLOCK = 8, 256  # for prompts; the fastest of twelve on an H100, 1.6 times what reading and writing x takes
+PROMPT_TOKENS, PROMPT_BLOCK = 8, 256  # for prompts; the fastest of twelve on an H100, at 1.6 times the time to read and write x
 
 
 class _Part(NamedTuple):
-    """Channels that lie evenly in x: x [T, groups, width], and what the convolution has for them."""
+    """Evenly spaced channels of x: x [T, groups, width], and the convolution's parameters and states for them."""
 
     x: Tensor
     weight: Tensor
@@ -31,7 +31,7 @@ class _Part(NamedTuple):
 def step(
     x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, columns: Sequence[int], states: Tensor, rows: StateRows
 ) -> bool:
-    """As `short_conv_step`; always served."""
+    """As `short_conv_step`; always True."""
     taps, width = weight.shape[1], states.shape[2]
     for part in _parts(x, columns, weight, bias, output, states):
         channels = len(part.weight)
@@ -48,7 +48,7 @@ def extend(
     x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, columns: Sequence[int], states: Tensor,
     extends: Extends,
 ) -> bool:  # fmt: skip
-    """As `short_conv_extend`; always served."""
+    """As `short_conv_extend`; always True."""
     taps, width = weight.shape[1], states.shape[2]
     where, last = extends.taps(taps, width)
     known, remembered = (extends.rows, extends.slots_on_device, extends.continues), len(extends.lengths) * width

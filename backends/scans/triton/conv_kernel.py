@@ -14,7 +14,7 @@ def conv_step(
     C: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
     HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """A row of x [T, C / GROUP, GROUP] and the state [C, WIDTH] in its slot: output [T, C], and the state with the row after it."""
+    """A row of x [T, C / GROUP, GROUP] and the state [C, WIDTH] in its slot -> output [T, C], and the state with the row appended."""
     i, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, slot, real = i, tl.load(slots + i).to(tl.int64), channel < C
     if HAS_ROWS:
@@ -31,10 +31,10 @@ def conv_step(
         read = real[:, None] & (tap >= 0) & (tap < TAPS)
         factor = tl.load(weight + channel[:, None] * weight_channel + tap * weight_tap, mask=read, other=0.0)
         total = tl.sum(shifted.to(tl.float32) * factor.to(tl.float32), 1)
-        if TAPS > WIDTH:  # a state of the tokens before alone: its first column is not shifted out of what is read
+        if TAPS > WIDTH:  # the state holds only earlier tokens, so its first column is also read
             first = tl.load(states + slot * slot_stride + channel * WIDTH, mask=real, other=0.0)
             total += first.to(tl.float32) * tl.load(weight + channel * weight_channel, mask=real, other=0.0).to(tl.float32)
-        tl.debug_barrier()  # all of the old state is read
+        tl.debug_barrier()  # the whole old state has been read
         tl.store(state + column, shifted, mask=real[:, None] & (column < WIDTH))
         tl.store(out, _activated(total, bias, channel, real, x.dtype.element_ty, HAS_BIAS, SILU).to(output.dtype.element_ty), mask=real)
 
@@ -45,12 +45,12 @@ def conv_extend(
     output_row, slot_stride, remembered, C: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """New tokens of x [T, C / GROUP, GROUP]: `taps` [N, TAPS] says where the last ones of each lie, in `remembered` rows of states and then
-    in x."""
+    """New tokens of x [T, C / GROUP, GROUP]. `taps` [N, TAPS]: indices of the tokens that each of them reads, first those in states
+    (`remembered` rows), then those in x."""
     i, channel = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there, real, column = i < tokens, channel < C, _column(channel, x_group, x_channel, C, GROUP)
     taps += i * TAPS
-    if tl.min(tl.load(taps, mask=there, other=remembered), 0) < remembered:  # few tiles have tokens that a state remembers
+    if tl.min(tl.load(taps, mask=there, other=remembered), 0) < remembered:  # few tiles read tokens from states
         total = _convolved(x, weight, states, rows, slots, continues, taps, channel, column, there, real, x_row, weight_channel,
                            weight_tap, slot_stride, remembered, TAPS, WIDTH, True, TOKENS, BLOCK)  # fmt: skip
     else:
@@ -66,7 +66,7 @@ def _convolved(
     x, weight, states, rows, slots, continues, taps, channel, column, there, real, x_row, weight_channel, weight_tap, slot_stride,
     remembered, TAPS: tl.constexpr, WIDTH: tl.constexpr, OLD: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """float32 [TOKENS, BLOCK]. Without OLD all of the tokens are new, and no load waits for another tap's."""
+    """float32 [TOKENS, BLOCK]. Without OLD all read tokens are new, and no load waits for another tap's."""
     total, held = tl.zeros([TOKENS, BLOCK], tl.float32), there[:, None] & real[None]
     for tap in tl.static_range(TAPS):
         at = tl.load(taps + tap, mask=there, other=remembered)
@@ -84,9 +84,9 @@ def conv_state(
     x, states, rows, slots, continues, last, segments, targets, x_row, x_group, x_channel, slot_stride, remembered, C: tl.constexpr,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """The states [C, WIDTH] after the segments of a request: `last` [S, WIDTH] says where the last tokens lie, as `taps` does, and
-    `targets` [S] where the states go. `segments` [2, E]: the request's first one, and how many it has. Its last one writes its own slot,
-    which those before it read."""
+    """The states [C, WIDTH] after the segments of a request. `last` [S, WIDTH]: indices of the last tokens, like `taps`; `targets` [S]: the
+    states' slots; `segments` [2, E]: the request's first segment, and their number. The last one writes the request's own slot, which
+    those before it read."""
     i, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column, real, new = tl.arange(0, W)[None], (channel < C)[:, None], _column(channel, x_group, x_channel, C, GROUP)[:, None]
     first, count = tl.load(segments + i), tl.load(segments + tl.num_programs(0) + i)
@@ -95,14 +95,14 @@ def conv_state(
         held = real & (column < WIDTH)
         kept = _kept(states, slots, continues, at, channel[:, None], held, slot_stride, remembered, WIDTH)
         value = tl.where(at < remembered, kept, _new(x, states, rows, at, new, held, x_row, remembered))
-        tl.debug_barrier()  # all of the old state is read
+        tl.debug_barrier()  # the whole old state has been read
         state = states + tl.load(targets + segment) * slot_stride + channel[:, None] * WIDTH + column
         tl.store(state, value, mask=held)
 
 
 @triton.jit
 def _column(channel, x_group, x_channel, C: tl.constexpr, GROUP: tl.constexpr):
-    """Where a channel lies in a row of x."""
+    """The offset of a channel in a row of x."""
     if GROUP == C:
         return channel * x_channel
     return channel // GROUP * x_group + channel % GROUP * x_channel
@@ -110,7 +110,7 @@ def _column(channel, x_group, x_channel, C: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _kept(states, slots, continues, at, channel, held, slot_stride, remembered, WIDTH: tl.constexpr):
-    """Tokens that states remember; 0 where they have none, and for new ones."""
+    """Tokens held in states; 0 where a state has none, and for new tokens."""
     old = at < remembered
     request = tl.where(old, at // WIDTH, 0)
     known = old & tl.load(continues + request)
@@ -119,7 +119,7 @@ def _kept(states, slots, continues, at, channel, held, slot_stride, remembered, 
 
 @triton.jit
 def _new(x, states, rows, at, column, held, x_row, remembered):
-    """New tokens in the states' dtype, as they will be remembered; 0 for those that states remember."""
+    """New tokens in the states' dtype, as they will be stored; 0 for those in states."""
     row = tl.load(rows + tl.where(at < remembered, 0, at - remembered))
     return tl.load(x + row * x_row + column, mask=held & (at >= remembered), other=0.0).to(states.dtype.element_ty)
 

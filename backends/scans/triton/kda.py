@@ -14,13 +14,13 @@ from paged_attn.backends.compiling.compile_ahead import launch
 from paged_attn.backends.scans.triton.kda_kernel import scan_by_channel, solve_by_channel, sum_decays
 from paged_attn.backends.scans.triton.prompts import MOST, sizes
 
-PART = 16  # tokens within which decays are taken as differences
+PART = 16  # tokens within which decays are computed as differences
 
 
 def kda(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, states: Tensor, extends: Extends
 ) -> bool:
-    """As `kda_extend`; False for longer keys than a program holds."""
+    """As `kda_extend`; False if keys are longer than a program can hold."""
     _, heads, k_dim, v_dim = states.shape
     if k_dim > MOST:
         return False

@@ -18,7 +18,7 @@ from paged_attn.backends.scans.triton.prompts_kernel import _dot, _kept, _solved
 def sum_decays(
     g, sums, rows, real, g_row, g_head, g_dim, HEADS: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """`sums` [N * CHUNK, HEADS, K]: of g [T, HEADS, K], from the beginning of each chunk to each of its tokens."""
+    """`sums` [N * CHUNK, HEADS, K]: sums of g [T, HEADS, K] from the start of each chunk to each of its tokens."""
     chunk, head, i, k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     row, there = tl.load(rows + chunk * CHUNK + i), tl.load(real + chunk * CHUNK + i)
     total = tl.cumsum(_tile(g + head * g_head, row, there, k, g_row, g_dim, K).to(tl.float32), 0)
@@ -32,7 +32,7 @@ def solve_by_channel(
     REPEATS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORMALISE: tl.constexpr, CHUNK: tl.constexpr,
     PART: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """`new` and `reads` as of `solve_chunks`; `scores` [N * CHUNK, HEADS, CHUNK]: of what each token wrote, what each query reads."""
+    """`new` and `reads` as in `solve_chunks`; `scores` [N * CHUNK, HEADS, CHUNK]: how much each query reads of what each token wrote."""
     chunk, head, i, k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     first = chunk * CHUNK
     row, there, place = tl.load(rows + first + i), tl.load(real + first + i), (first + i) * HEADS + head
@@ -41,14 +41,14 @@ def solve_by_channel(
     keys = _tile(key, row, there, k, k_row, k_dim, K).to(tl.float32)
     total = tl.load(sums + place[:, None] * K + k[None], mask=(k < K)[None], other=0.0)
     written, read = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-    for begin in tl.static_range(PART, CHUNK, PART):  # a part's tokens and those before it: both factors from the sum before the part
+    for begin in tl.static_range(PART, CHUNK, PART):  # a part's tokens and earlier ones: both factors relative to the sum before the part
         start = tl.load(sums + ((first + begin - 1) * HEADS + head) * K + k, mask=k < K, other=0.0)[None]
         left = keys * tl.exp(tl.where((i < begin)[:, None], start - total, float("-inf")))
         grown = tl.exp(tl.where(((i >= begin) & (i < begin + PART))[:, None], total - start, float("-inf")))
         written += _dot(keys * grown, tl.trans(left), NARROW)
         read += _dot(queries * grown, tl.trans(left), NARROW)
     begin = i // PART * PART
-    for column in range(PART):  # inside the parts: a column of all of them at a time, of differences
+    for column in range(PART):  # within the parts: one column of all of them at a time, from differences
         other = first + begin + column
         before = tl.load(sums + (other * HEADS + head)[:, None] * K + k[None], mask=(k < K)[None], other=0.0)
         left = tl.exp(tl.where((i >= begin + column)[:, None], total - before, float("-inf")))
@@ -72,7 +72,7 @@ def scan_by_channel(
     REPEATS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORMALISE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """`scan_chunks`, of what `solve_by_channel` made."""
+    """`scan_chunks` on the results of `solve_by_channel`."""
     request, head, v = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     i, k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     first, count = tl.load(requests + request), tl.load(requests + tl.num_programs(0) + request)
@@ -85,7 +85,7 @@ def scan_by_channel(
     loaded = _chunk(arguments, strides, first, first + count, head, i, k, v, HEADS, K, V, CHUNK)
     for chunk in range(first, first + count):
         row, there, slot, queries, keys, total, last, written, read, score = loaded
-        # The next one is on its way while this one is computed.
+        # The next chunk is loaded while this one is computed.
         loaded = _chunk(arguments, strides, chunk + 1, first + count, head, i, k, v, HEADS, K, V, CHUNK)
         writes = written.to(tl.float32) - _dot(read, now, NARROW)
         result = _dot(queries.to(tl.float32) * tl.exp(total), now, NARROW) + _dot(score, writes, NARROW)
@@ -101,7 +101,7 @@ def scan_by_channel(
 def _chunk(
     arguments, strides, chunk, end, head, i, k, v, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """All that `scan_by_channel` reads of a chunk, and where the state after it goes; zeros from `end` on."""
+    """Everything that `scan_by_channel` reads of a chunk, and the slot of the state after it; zeros from `end` on."""
     query, key, sums, new, reads, scores, chunks = arguments
     q_row, q_dim, k_row, k_dim = strides
     real = chunk < end

@@ -29,7 +29,7 @@ NARROW = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # operands of
 def gated_delta(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, states: Tensor, extends: Extends
 ) -> bool:
-    """As `gated_delta_extend`; False for longer keys than a program holds."""
+    """As `gated_delta_extend`; False if keys are longer than a program can hold."""
     _, heads, k_dim, v_dim = states.shape
     if k_dim > MOST:
         return False
@@ -53,7 +53,7 @@ def gated_delta(
 
 
 def mamba1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, states: Tensor, extends: Extends) -> bool:
-    """As `mamba1_extend`; False for larger states of a channel than a program holds."""
+    """As `mamba1_extend`; False if a channel's state is larger than a program can hold."""
     _, channels, n_dim = states.shape
     block_n = triton.next_power_of_2(n_dim)
     block_c = NUMBERS // (TOKENS * block_n)
@@ -68,14 +68,14 @@ def mamba1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tenso
 
 
 def _where(extends: Extends, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """From which states the requests go on, and where their chunks lie."""
+    """Which states the requests continue, and where their chunks are."""
     return extends.slots_on_device, extends.continues, *extends.bounds(size)
 
 
 def sizes(k_dim: int, v_dim: int, dtype: torch.dtype) -> tuple[int, int, int, Any]:
-    """Tokens of a chunk under the delta rule, what a program holds of a state's two dimensions, and to what products round."""
+    """For the delta rule: tokens of a chunk, how much of a state's two dimensions a program holds, and the dtype of products."""
     narrow = NARROW.get(dtype)
-    least = 16 if narrow is None else COLUMNS  # 16 for products of any kind
+    least = 16 if narrow is None else COLUMNS  # the minimum for products is 16
     columns = WIDE_COLUMNS if narrow is None else COLUMNS
     block_k, block_v = (max(int(triton.next_power_of_2(size)), least) for size in (k_dim, min(v_dim, columns)))
     return WIDE_CHUNK if narrow is None else CHUNK, block_k, block_v, narrow

@@ -15,8 +15,8 @@ def solve_chunks(
     REPEATS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORMALISE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Makes for a chunk of a head under the delta rule `new` [N * CHUNK, H, V] and `reads` [N * CHUNK, H, K], so that what its
-    tokens write is new - reads S, for the state S before the chunk. `rows` and `real` [N, CHUNK] say which tokens it has."""
+    """Computes for a chunk of a head under the delta rule `new` [N * CHUNK, H, V] and `reads` [N * CHUNK, H, K] such that its tokens write
+    new - reads S, where S is the state before the chunk. `rows` and `real` [N, CHUNK] are its tokens."""
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i, k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     row, there = tl.load(rows + chunk * CHUNK + i), tl.load(real + chunk * CHUNK + i)
@@ -40,10 +40,10 @@ def scan_chunks(
     REPEATS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORMALISE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a head's state [K, V] under the delta rule through a request: each chunk is read by its queries and then written by
-    its keys.
+    """Takes some columns of a head's state [K, V] through a request under the delta rule: each chunk's queries read it, then its keys
+    write it.
 
-    `requests` [2, E] and `chunks` [N, 3] are `Extends.bounds`; `new` and `reads` lie chunk by chunk.
+    `requests` [2, E] and `chunks` [N, 3] are `Extends.bounds`; `new` and `reads` are stored chunk by chunk.
     """
     request, head, v = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     i, k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
@@ -58,7 +58,7 @@ def scan_chunks(
     loaded = _chunk(arguments, strides, first, first + count, head, i, k, v, HEADS, K, V, CHUNK)
     for chunk in range(first, first + count):
         row, there, slot, queries, keys, log_decay, written, read = loaded
-        # The next one is on its way while this one is computed.
+        # The next chunk is loaded while this one is computed.
         loaded = _chunk(arguments, strides, chunk + 1, first + count, head, i, k, v, HEADS, K, V, CHUNK)
         query_factor, key_factor = _unit(queries, eps, NORMALISE), _unit(keys, eps, NORMALISE)
         total, last = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
@@ -77,7 +77,7 @@ def scan_chunks(
 def _chunk(
     arguments, strides, chunk, end, head, i, k, v, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """All that `scan_chunks` reads of a chunk: where its tokens are, where the state after it goes, their numbers; zeros from `end` on."""
+    """Everything that `scan_chunks` reads of a chunk: its tokens, the slot of the state after it, its values; zeros from `end` on."""
     query, key, g, new, reads, chunks = arguments
     q_row, q_dim, k_row, k_dim, g_row = strides
     real = chunk < end
@@ -97,7 +97,7 @@ def scan_channels(
     x, dt, a, b, c, output, states, slots, continues, requests, chunks, x_row, x_dim, dt_row, dt_dim, a_dim, a_state, b_row, b_dim, c_row,
     c_dim, output_row, slot_stride, C: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of a state [C, N] of Mamba-1 through a request, BLOCK_T tokens at a time: `requests` and `chunks` as above."""
+    """Takes some channels of a Mamba-1 state [C, N] through a request, BLOCK_T tokens at a time; `requests` and `chunks` as above."""
     request, channel, n = tl.program_id(0), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
     t, first, count = tl.arange(0, BLOCK_T), tl.load(requests + request), tl.load(requests + tl.num_programs(0) + request)
     held = (channel < C)[:, None] & (n < N)[None]
@@ -124,7 +124,7 @@ def scan_channels(
 
 @triton.jit
 def _dot(one, other, NARROW: tl.constexpr):
-    """Their product, summed in float32; their numbers rounded to NARROW, if that is a dtype."""
+    """The product, summed in float32; operands are rounded to NARROW, if that is a dtype."""
     if NARROW is None:
         return tl.dot(one.to(tl.float32), other.to(tl.float32), input_precision="ieee")
     else:
@@ -133,7 +133,7 @@ def _dot(one, other, NARROW: tl.constexpr):
 
 @triton.jit
 def _solved(system, i, CHUNK: tl.constexpr):
-    """The inverse of 1 + system, which is zero on and above its diagonal: row by row."""
+    """The inverse of 1 + system, row by row; system is zero on and above its diagonal."""
     solved = -system
     for last in range(1, CHUNK):
         found = tl.sum(tl.where(i[:, None] == last, solved, 0.0), 0)
@@ -144,7 +144,7 @@ def _solved(system, i, CHUNK: tl.constexpr):
 
 @triton.jit
 def _write_values(solved, value, new, row, there, place, v_row, v_dim, V: tl.constexpr, BLOCK_V: tl.constexpr, NARROW: tl.constexpr):
-    """What the tokens of a chunk write where the state before it is empty."""
+    """What the tokens of a chunk write if the state before it is empty."""
     for first in tl.static_range(0, V, BLOCK_V):
         v = first + tl.arange(0, BLOCK_V)
         written = _dot(solved, _tile(value, row, there, v, v_row, v_dim, V), NARROW)
@@ -153,7 +153,7 @@ def _write_values(solved, value, new, row, there, place, v_row, v_dim, V: tl.con
 
 @triton.jit
 def _kept(now, state, offset, is_kept, held):
-    """The state goes to its slot, if there is one for it; and goes on as who starts from there does."""
+    """Stores the state in its slot, if it has one; then continues with the stored value, as a request that starts there does."""
     if is_kept:
         kept = now.to(state.dtype.element_ty)
         tl.store(state + offset, kept, mask=held)
@@ -168,20 +168,20 @@ def _joined(decay, added, later_decay, later_added):
 
 @triton.jit
 def _decay(total, which):
-    """[i, j]: what is left at token i of what came at token j, where `which` says so, else 0."""
+    """[i, j]: what remains at token i of what token j wrote, where `which` is true; else 0."""
     return tl.exp(tl.where(which, total[:, None] - total[None], float("-inf")))
 
 
 @triton.jit
 def _tile(base, row, there, column, row_stride, column_stride, SIZE: tl.constexpr):
-    """[rows, columns], zero where there is none."""
+    """[rows, columns], zero outside."""
     at = base + row.to(tl.int64)[:, None] * row_stride + column[None] * column_stride
     return tl.load(at, mask=there[:, None] & (column < SIZE)[None], other=0.0)
 
 
 @triton.jit
 def _unit(rows, eps, NORMALISE: tl.constexpr):
-    """By what each row is to be multiplied: that makes it of unit length if NORMALISE, else nothing changes."""
+    """A factor for each row that makes it of unit length if NORMALISE; else 1."""
     factor = tl.full([rows.shape[0]], 1.0, tl.float32)
     if NORMALISE:
         wide = rows.to(tl.float32)

@@ -17,14 +17,14 @@ from paged_attn.backends.scans.triton.ssd_kernel import chunk_outputs, chunk_sta
 CHUNK = 64  # tokens
 WIDE_CHUNK = 32  # for products in float32
 WHOLE = 256  # elements of a channel's state that a program holds whole
-TOO_SMALL = (torch.float16,)  # states are unbounded, and so are products with them
-TOGETHER = 16  # heads, at most, that share the products of their queries and keys
+TOO_SMALL = (torch.float16,)  # states, and products with them, are unbounded
+TOGETHER = 16  # most heads that share the products of their queries and keys
 
 
 def mamba2(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, low: float, high: float, states: Tensor, extends: Extends
 ) -> bool:
-    """As `mamba2_extend`; always served."""
+    """As `mamba2_extend`; always True."""
     _, heads, p_dim, n_dim = states.shape
     repeats, narrow = heads // b.shape[1], None if x.dtype in TOO_SMALL else NARROW.get(x.dtype)
     sizes = Sizes.of(p_dim, n_dim, narrow)
@@ -49,7 +49,7 @@ def mamba2(
 
 
 class Sizes(NamedTuple):
-    """What a program multiplies at once: tokens of a chunk; channels of a head; numbers of each channel's state, in `chunk_states` and in
+    """What a program multiplies at once: tokens of a chunk; channels of a head; elements of each channel's state, in `chunk_states` and in
     `chunk_outputs`."""
 
     chunk: int

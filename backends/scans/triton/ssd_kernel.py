@@ -18,9 +18,9 @@ def chunk_states(
     REPEATS: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """A part of a head's state [P, N] through a request: `before` [chunks, HEADS, N, P] gets what it is before each chunk.
+    """Takes a part of a head's state [P, N] through a request; `before` [chunks, HEADS, N, P] gets the state before each chunk.
 
-    `requests` [2, E] and `chunks` [.., 3] are `Extends.bounds`; `step` and the logarithm of the `decay` [T, HEADS] are float32.
+    `requests` [2, E] and `chunks` [.., 3] are `Extends.bounds`; `step` and the logarithms of the `decay` [T, HEADS] are float32.
     """
     request, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = part % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -35,7 +35,7 @@ def chunk_states(
     loaded = _chunk(arguments, strides, first, first + count, i, p, n, P, N)
     for chunk in range(first, first + count):
         slot, values, keys, taken, log_decay = loaded
-        loaded = _chunk(arguments, strides, chunk + 1, first + count, i, p, n, P, N)  # is on its way while this one is computed
+        loaded = _chunk(arguments, strides, chunk + 1, first + count, i, p, n, P, N)  # loaded while this one is computed
         at = before + (chunk * HEADS + head) * N * P + n[:, None] * P + p[None]
         tl.store(at, now.to(before.dtype.element_ty), mask=held)
         last = tl.sum(log_decay, 0)
@@ -46,7 +46,7 @@ def chunk_states(
 
 @triton.jit
 def _chunk(arguments, strides, chunk, end, i, p, n, P: tl.constexpr, N: tl.constexpr):
-    """All that `chunk_states` reads of a chunk, and where the state after it goes; zeros from `end` on."""
+    """Everything that `chunk_states` reads of a chunk, and the slot of the state after it; zeros from `end` on."""
     x, step, decay, b, chunks = arguments
     x_row, x_dim, step_row, decay_row, b_row, b_dim = strides
     real = chunk < end
@@ -65,7 +65,7 @@ def chunk_outputs(
     REPEATS: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """What the tokens of a chunk read of the state before it, and of each other, for TOGETHER heads with the same b and c."""
+    """What a chunk's tokens read of the state before it and of each other, for TOGETHER heads with the same b and c."""
     part, chunk, i = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, CHUNK)
     head = part // tl.cdiv(P, BLOCK_P) * TOGETHER
     p = part % tl.cdiv(P, BLOCK_P) * BLOCK_P + tl.arange(0, BLOCK_P)

@@ -23,9 +23,9 @@ def gated_delta_kernel(
     g_head, g_dim, beta_row, beta_head, output_row, slot_stride, scale, eps, REPEATS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     NORMALISE: tl.constexpr, BY_CHANNEL: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A head's columns of its state [K, V]: they decay, forget what they give for the key, learn the value, and the query reads them.
+    """Some columns of a head's state [K, V]: they decay, subtract what they return for the key, learn the value, and the query reads them.
 
-    `BY_CHANNEL`: g has a decay of each of the K channels, else one."""
+    `BY_CHANNEL`: g has one decay for each of the K channels, else a single one."""
     row, slot = _row_and_slot(rows, slots, HAS_ROWS)
     head, k, v = tl.program_id(1), tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     out = output + row * output_row + head * V + v

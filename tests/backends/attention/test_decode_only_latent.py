@@ -95,7 +95,7 @@ def test_a_larger_workspace_keeps_the_old_one() -> None:
 
 def test_cutlass_needs_a_pool_of_rows_alone() -> None:
     case = make(SPEC, DECODE, 128, BF16)
-    with pytest.raises(UnsupportedError, match="all that a pool keeps must be rows of one width; got layers of 2 heads over 1 KV"):
+    with pytest.raises(UnsupportedError, match="a pool may contain only rows of one width; got layers of 2 heads over 1 KV"):
         case.run(CutlassMlaBackend())
 
 

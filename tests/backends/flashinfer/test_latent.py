@@ -115,7 +115,7 @@ def test_a_graph_replays_other_steps(backend: FlashInferBackend) -> None:
 def test_a_pool_that_32_bits_do_not_reach(backend: FlashInferBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(SPEC, STEPS["decode"], 16, BF16, beside=SPEC)
     monkeypatch.setattr(kinds, "MOST_ELEMENTS", case.pool.storage.numel() - 1)
-    with pytest.raises(UnsupportedError, match=r"32 bits, and the KV pool has \d+ elements; .* \(6 pages of 16\): set num_pages"):
+    with pytest.raises(UnsupportedError, match=r"32-bit indices, and the KV pool has \d+ elements; .* \(6 pages of 16\): set num_pages"):
         backend.plan(case.batch, case.pool)
     monkeypatch.setattr(kinds, "MOST_ELEMENTS", case.pool.storage.numel())
     backend.plan(case.batch, case.pool)

@@ -125,7 +125,7 @@ def test_a_file_that_can_not_be_read_says_which_and_what_to_do(path: Path, text:
         tuned_order([PROBLEM], GPU)
     mine = entry({"triton": 1.0}, {"triton": 1.0})
     write_entry(path, GPU, mine)
-    assert read_entries(path, GPU) == [mine] and "writing over it" in caplog.text
+    assert read_entries(path, GPU) == [mine] and "overwriting it" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link to a device", "deep", "large"])

@@ -34,7 +34,7 @@ NO_KEY = gl.constexpr(float("-inf"))
 @gluon.jit
 def _softmax(s, m, key, end, position, clear, mixed, first_key, scale, softcap, window, chunk,
              CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, CHUNKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr):  # fmt: skip
-    """Raw products [64, keys] to weights; the new maximum, and what the old sums shrink by. Masks only where a row may not see all."""
+    """Raw products [64, keys] -> weights, the new maximum, and the factor for the old sums. Masks only where a row may not see all keys."""
     if HAS_SOFTCAP:
         x = s * (scale / softcap)
         s = (softcap * LOG2E) * (1 - 2 / (gl.exp(2 * x) + 1))
@@ -59,7 +59,7 @@ def _softmax(s, m, key, end, position, clear, mixed, first_key, scale, softcap, 
 
 @gluon.jit
 def _write_part(out, tile, column, flat0, start, query_len, row_stride, head_stride, GROUP: gl.constexpr):
-    """Results of flattened rows from `flat0` on, columns from `column` on, from shared memory to the KV head's output."""
+    """Writes results of flattened rows from `flat0` on, columns from `column` on, from shared memory to the KV head's output."""
     layout: gl.constexpr = copy_layout(tile.shape[1])
     flat = flat0 + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
     columns = column + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))
@@ -102,7 +102,7 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
         q_buffer = 2 * buffer + half
         mbarrier.wait(q_full.index(buffer), (items // QUERY_TILES) & 1)
         position = seq_len - query_len + (flat0 + gl.arange(0, HALF_ROWS, layout=s_rows)) // GROUP
-        # Blocks that every row sees whole lie between `clear` and `mixed`.
+        # Blocks that every row sees whole are between `clear` and `mixed`.
         clear = low
         if HAS_WINDOW:
             clear = gl.maximum(clear, last - window + 1)
@@ -113,7 +113,7 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
             mixed = gl.minimum(mixed, first + 1)
         if CHUNKS != "none":
             mixed = gl.minimum(mixed, (first // chunk + 1) * chunk)
-        mixed = mixed - BLOCK_N + 1  # the first block that is not whole before it
+        mixed = mixed - BLOCK_N + 1  # the first block that does not end before it
 
         m = gl.full([HALF_ROWS], NO_KEY, gl.float32, layout=s_rows)
         sums = zero_sums(HALF_ROWS, V_DIM)
@@ -178,7 +178,7 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
         finished = take == blocks
         if not finished:
             slot = 2 * program
-            if items > 0:  # the item begins here: its parts are this program's and those of the programs after it
+            if items > 0:  # the item starts here: its parts belong to this program and those after it
                 slot += 1
                 part_slot = slot
                 part_first = program
@@ -216,7 +216,7 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
                 norm_o = norm_o * shrink + gl.exp2(sink - m_new)
                 sums = scaled_sums(sums, shrink)
                 m_o = m_new
-            for part in gl.static_range(len(sums)):  # through the queries' memory, to write 16 bytes at a time
+            for part in gl.static_range(len(sums)):  # through the queries' memory, so that 16 bytes are written at a time
                 ours = sums[part] / gl.convert_layout(norm_o, gl.SliceLayout(1, sums[part].type.layout))[:, None]
                 q_tiles[part].index(q_buffer).store(ours.to(query.dtype.element_ty))
             thread_barrier()

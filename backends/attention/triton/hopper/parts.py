@@ -14,13 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 @gluon.constexpr_function
 def first_width(dim):
-    """Columns of the first part: the largest power of two that is not above `dim`; those left are the second part."""
+    """Columns of the first part: the largest power of two that is at most `dim`; the remaining ones are the second part."""
     return 1 << (dim.bit_length() - 1)
 
 
 @gluon.constexpr_function
 def copy_layout(width):
-    """The layout of threads that each move 16 bytes of a row of `width` elements of 16 bits."""
+    """The layout of threads that each move 16 bytes of a row of `width` 16-bit elements."""
     lanes = width // 8
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
@@ -49,7 +49,7 @@ def _allocate(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, WIDT
 
 @gluon.jit
 def scores_of(q_tiles, buffer, k_tiles, stage, zero):
-    """Issue q.K of a block: a product for each part of the columns, added to the last one's."""
+    """Issues q.K of a block: one product for each part of the columns, accumulated."""
     scores = warpgroup_mma(q_tiles[0].index(buffer), k_tiles[0].index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     for part in gl.static_range(1, len(q_tiles)):
         scores = warpgroup_mma(q_tiles[part].index(buffer), k_tiles[part].index(stage).permute((1, 0)), scores, is_async=True)
@@ -72,7 +72,7 @@ def _zeros(ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def add_values(sums, weights, v_tiles, stage):
-    """Issue sums + p.V of a block, a product for each part of the columns."""
+    """Issues sums + p.V of a block, one product for each part of the columns."""
     issued = ()
     for part in gl.static_range(len(v_tiles)):
         mine = gl.convert_layout(weights, gl.DotOperandLayout(0, sums[part].type.layout, 2))  # other types, the same registers
@@ -82,7 +82,7 @@ def add_values(sums, weights, v_tiles, stage):
 
 @gluon.jit
 def finished_sums(issued):
-    """Wait for all products that are issued."""
+    """Waits for all issued products."""
     if len(issued) == 1:
         return (warpgroup_mma_wait(0, deps=issued),)
     else:
@@ -100,14 +100,14 @@ def scaled_sums(sums, factor):
 
 @gluon.jit
 def store_sums(memory, row, sums, DIM: gl.constexpr):
-    """Rows `row` of float32 memory [rows, DIM]."""
+    """Stores sums as rows `row` of float32 memory [rows, DIM]."""
     for part in gl.static_range(len(sums)):
         gl.store(_pointers(memory, row, sums[part], DIM, part), sums[part])
 
 
 @gluon.jit
 def add_stored(sums, memory, row, weight, DIM: gl.constexpr):
-    """Sums plus rows `row` of memory [rows, DIM], which another program stored, times `weight`."""
+    """Sums plus `weight` times rows `row` of memory [rows, DIM], which another program stored."""
     added = ()
     for part in gl.static_range(len(sums)):
         stored = gl.load(_pointers(memory, row, sums[part], DIM, part), cache_modifier=".cg")
@@ -117,6 +117,6 @@ def add_stored(sums, memory, row, weight, DIM: gl.constexpr):
 
 @gluon.jit
 def _pointers(memory, row, part, DIM: gl.constexpr, index: gl.constexpr):
-    # The pointer comes first: offsets of rows and columns alone would be computed ahead of the loop, for more registers than there are.
+    # The pointer comes first: offsets of rows and columns would be computed ahead of the loop and need too many registers.
     column = index * first_width(DIM) + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))
     return memory + (gl.convert_layout(row, gl.SliceLayout(1, part.type.layout)) * DIM)[:, None] + column[None, :]

@@ -14,16 +14,16 @@ from paged_attn.backends.attention.triton.tiles import first_item, next_item, ti
 
 @gluon.jit
 def _row_starts(at, WIDTH: gl.constexpr):
-    """Where rows begin, found by one thread each, for the threads that copy WIDTH of their columns."""
+    """The starts of rows, found by one thread each, for the threads that copy WIDTH of their columns."""
     return gl.convert_layout(at, gl.SliceLayout(1, copy_layout(WIDTH)))
 
 
 @gluon.jit
 def _copy_rows(tiles, buffer, source, at, first, present):
-    """Rows that begin at `source + at` to a buffer; zeros from row `present` on, which are not read. `first` is `at` for the first part."""
+    """Copies rows at `source + at` to a buffer; rows from `present` on are zeros and not read. `first` is `at` for the first part."""
     _copy_part(tiles[0].index(buffer), source, first, present)
     for part in gl.static_range(1, len(tiles)):
-        at_part = _row_starts(at, tiles[part].shape[2])  # only now: addresses of all parts are too many registers
+        at_part = _row_starts(at, tiles[part].shape[2])  # not earlier: addresses of all parts need too many registers
         _copy_part(tiles[part].index(buffer), source + tiles[0].shape[2], at_part, present)
 
 
@@ -52,7 +52,7 @@ def _copy_queries(q_tiles, q_full, q_empty, query, items, tile, kv_head, start, 
 def _copy_block(k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, count, keys, values, table, page, key, present, high, page_stride,
                 key_stride, value_stride, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
                 STAGES: gl.constexpr):  # fmt: skip
-    """Copy the keys and values of a block, whose pages are found; the pages of the next one."""
+    """Copies the keys and values of a block whose pages are known; returns the pages of the next one."""
     page_at, in_page = page.to(gl.int64) * page_stride, key % PAGE_SIZE
     at = page_at + in_page * key_stride
     first = _row_starts(at, k_tiles[0].shape[2])
@@ -80,7 +80,7 @@ def produce(query, keys, values, page_table, seq_lens, query_start, work, q_tile
             ROWS: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr,
             BLOCK_N: gl.constexpr, STAGES: gl.constexpr, QUERY_TILES: gl.constexpr, ITEM_COST: gl.constexpr):  # fmt: skip
     BEFORE_QUERIES: gl.constexpr = 1 if QUERY_TILES == 1 else 0  # blocks copied before an item's queries
-    # One thread finds one key's page; shared memory hands the address to the threads that copy its 16-byte parts.
+    # One thread finds one key's page; the address goes through shared memory to the threads that copy its 16-byte parts.
     finders: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     offset = gl.arange(0, BLOCK_N, layout=finders)
     mine = work + gl.program_id(0) * 16
@@ -100,7 +100,7 @@ def produce(query, keys, values, page_table, seq_lens, query_start, work, q_tile
         first_key = low + block * BLOCK_N
         key = first_key + offset
         page = gl.load(table + key // PAGE_SIZE, mask=key < high, other=0)
-        if BEFORE_QUERIES:  # the consumers use the last item's still, for which the first block need not wait
+        if BEFORE_QUERIES:  # the consumers still use the last item's queries; the first block need not wait for that
             page = _copy_block(k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, count, head_keys, head_values, table, page, key,
                                high - first_key, high, page_stride, key_stride, value_stride, QK_DIM, V_DIM, PAGE_SIZE, BLOCK_N,
                                STAGES)  # fmt: skip

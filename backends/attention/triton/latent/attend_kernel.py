@@ -26,13 +26,13 @@ NO_KEY = tl.constexpr(float("-inf"))
 def _walk(q, q_rotated, begin, end, table, rows, page_stride, token_stride, position, scale,
           PAGE_SIZE: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
           BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Tokens [begin, end), a block at a time: weighted sums of latents [BLOCK_M, BLOCK_R], the largest scores and the norms [BLOCK_M]."""
+    """Tokens [begin, end), a block at a time -> weighted sums of latents [BLOCK_M, BLOCK_R], largest scores and norms [BLOCK_M]."""
     d = tl.arange(0, BLOCK_R)
     e = tl.arange(0, BLOCK_E)
     m = tl.full([BLOCK_M], NO_KEY, tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    # A block's pages are looked up one block ahead: inside the loop the look-up would take a stage of the pipeline from the rows.
+    # A block's pages are looked up one block ahead: a look-up inside the loop would take a pipeline stage away from the rows.
     key = begin + tl.arange(0, BLOCK_N)
     page = tl.load(table + key // PAGE_SIZE, mask=key < end, other=0)
     for start in tl.range(begin, end, BLOCK_N):
@@ -54,7 +54,7 @@ def _walk(q, q_rotated, begin, end, table, rows, page_stride, token_stride, posi
         seen = (key < end)[None, :] & (key[None, :] <= position[:, None])
         s = tl.where(seen, raw * (scale * LOG2E), NO_KEY)
         m_new = tl.maximum(m, tl.max(s, 1))
-        shift = tl.where(m_new == NO_KEY, 0.0, m_new)  # a row may have seen no token yet
+        shift = tl.where(m_new == NO_KEY, 0.0, m_new)  # a row may not have seen a token yet
         alpha = tl.exp2(m - shift)
         p = tl.exp2(s - shift[:, None])
         norm = norm * alpha + tl.sum(p, 1)
@@ -104,7 +104,7 @@ def attend_latent(query, rows, out, lse, page_table, seq_lens, query_start, work
                 tl.store(lse + row.to(tl.int64) * lse_row_stride + head, (m + tl.log2(norm)) / LOG2E, mask=row_mask)
         else:
             slot = 2 * program
-            if items > 0:  # the item begins here
+            if items > 0:  # the item starts here
                 slot += 1
             kept = tl.arange(0, BLOCK_M)
             keep = kept < KEEP_ROWS

@@ -27,8 +27,8 @@ def weigh(lse, seq_lens, query_start, work, partial_stats, q_tiles, k_tiles, alp
           norm_empty, lse_row_stride, scale,
           GROUP: gl.constexpr, ROWS: gl.constexpr, HAS_LSE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
           STAGES: gl.constexpr, KEEP_ROWS: gl.constexpr, ITEM_COST: gl.constexpr):  # fmt: skip
-    """Scores of a block and their softmax. Its weights lie where its rotated parts were, and beside them what the sums before it shrink
-    by."""
+    """Scores of a block and their softmax. The weights overwrite the block's rotated parts; the factor for the earlier sums goes beside
+    them."""
     layout: gl.constexpr = sums_layout(BLOCK_N)
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     program = gl.program_id(0)
@@ -55,10 +55,10 @@ def weigh(lse, seq_lens, query_start, work, partial_stats, q_tiles, k_tiles, alp
             key = (block + i) * BLOCK_N + offset
             s = gl.where((key < high)[None, :] & (key[None, :] <= position[:, None]), s * (scale * LOG2E), NO_KEY)
             m_new = gl.maximum(m, gl.max(s, 1))
-            shift = gl.where(m_new == NO_KEY, 0.0, m_new)  # a row may have seen no token yet
+            shift = gl.where(m_new == NO_KEY, 0.0, m_new)  # a row may not have seen a token yet
             alpha = gl.exp2(m - shift)
             p = gl.exp2(s - shift[:, None])
-            thread_barrier()  # all warps are done with the rotated parts
+            thread_barrier()  # all warps have read the rotated parts
             k_tiles[2].index(stage).store(p.to(k_tiles[2].dtype))
             alphas.index(stage).store(alpha)
             fence_async_shared()
@@ -74,7 +74,7 @@ def weigh(lse, seq_lens, query_start, work, partial_stats, q_tiles, k_tiles, alp
         mbarrier.arrive(norm_full.index(0), count=1)
         if take < blocks:
             slot = 2 * program
-            if items > 0:  # the item begins here
+            if items > 0:  # the item starts here
                 slot += 1
             gl.store(partial_stats + slot * (2 * KEEP_ROWS) + kept, m, mask=kept < KEEP_ROWS)
             gl.store(partial_stats + slot * (2 * KEEP_ROWS) + KEEP_ROWS + kept, norm, mask=kept < KEEP_ROWS)
@@ -93,7 +93,7 @@ def add_up(half: gl.constexpr, out, seq_lens, query_start, work, partial, k_tile
            norm_empty, out_row_stride, out_head_stride,
            GROUP: gl.constexpr, RANK: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
            STAGES: gl.constexpr, KEEP_ROWS: gl.constexpr, ITEM_COST: gl.constexpr):  # fmt: skip
-    """Weighted sums of latents, of one half of the columns."""
+    """Weighted sums of latents, for one half of the columns."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])  # 256 columns: no fewer registers than at launch
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     program = gl.program_id(0)
@@ -123,7 +123,7 @@ def add_up(half: gl.constexpr, out, seq_lens, query_start, work, partial, k_tile
         mbarrier.arrive(norm_empty.index(0), count=1)
         if take < blocks:
             slot = 2 * program
-            if items > 0:  # the item begins here
+            if items > 0:  # the item starts here
                 slot += 1
             to = partial + slot.to(gl.int64) * (KEEP_ROWS * RANK) + (kept * RANK)[:, None] + column[None, :]
             gl.store(to, sums, mask=(kept < KEEP_ROWS)[:, None])

@@ -14,17 +14,17 @@ from paged_attn.backends.attention.triton.tiles import first_item, next_item, ti
 
 @gluon.jit
 def _copy_part(tile, source, at, present):
-    """A part of rows that begin at `source + at`; zeros from row `present` on, which are not read."""
+    """Copies a part of rows that start at `source + at`; rows from `present` on are zeros and not read."""
     layout: gl.constexpr = copy_layout(tile.shape[1])
     row = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))
-    # The pointer comes first: offsets of rows and columns alone would be computed ahead of the loop, for more registers than there are.
+    # The pointer comes first: offsets of rows and columns would be computed ahead of the loop and need too many registers.
     async_copy.async_copy_global_to_shared(tile, (source + at)[:, None] + column[None, :], mask=(row < present)[:, None])
 
 
 @gluon.jit
 def _copy_rows(tiles, buffer, source, at, present):
-    """Rows that begin at `source + at`, found by one thread each, for the threads that copy their 16-byte parts."""
+    """Copies rows that start at `source + at`, found by one thread each, with threads that copy 16-byte parts."""
     column = 0
     for part in gl.static_range(len(tiles)):
         mine = gl.convert_layout(at, gl.SliceLayout(1, copy_layout(tiles[part].shape[2])))
@@ -34,7 +34,7 @@ def _copy_rows(tiles, buffer, source, at, present):
 
 @gluon.jit
 def _copy_adjacent(tiles, buffer, source, present, STRIDE: gl.constexpr):
-    """Rows from `source` on, STRIDE elements apart."""
+    """Copies rows from `source` on, STRIDE elements apart."""
     column = 0
     for part in gl.static_range(len(tiles)):
         row = gl.arange(0, tiles[part].shape[1], layout=gl.SliceLayout(1, copy_layout(tiles[part].shape[2])))
@@ -55,7 +55,7 @@ def _copy_queries(q_tiles, q_full, q_empty, query, items, tile, start, query_len
 @gluon.jit
 def _copy_block(k_tiles, k_full, k_empty, count, rows, table, page, key, high, page_stride, TOKEN_STRIDE: gl.constexpr,
                 PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, finders: gl.constexpr):  # fmt: skip
-    """Copy the rows from `key` on, whose pages are found; the pages of the next block."""
+    """Copies the rows from `key` on, whose pages are known; returns the pages of the next block."""
     stage = count % STAGES
     if PAGE_SIZE % BLOCK_N == 0:  # one page
         source = rows + (page.to(gl.int64) * page_stride + key % PAGE_SIZE * TOKEN_STRIDE)
@@ -74,7 +74,7 @@ def _copy_block(k_tiles, k_full, k_empty, count, rows, table, page, key, high, p
 
 @gluon.jit
 def _pages(table, key, high, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, finders: gl.constexpr):
-    """The page of a block from `key` on, or of each of its tokens where it may lie in several."""
+    """The page of a block from `key` on, or of each of its tokens if it may span several."""
     if PAGE_SIZE % BLOCK_N == 0:
         return gl.load(table + key // PAGE_SIZE, mask=key < high, other=0)
     else:
@@ -98,7 +98,7 @@ def produce(query, rows, page_table, seq_lens, query_start, work, q_tiles, k_til
         table = page_table + request.to(gl.int64) * table_stride
         key = block * BLOCK_N
         page = _pages(table, key, high, PAGE_SIZE, BLOCK_N, finders)
-        # The last item's queries are in use still, and the first block need not wait for them.
+        # The last item's queries are still in use; the first block need not wait for them.
         page = _copy_block(k_tiles, k_full, k_empty, count, rows, table, page, key, high, page_stride, TOKEN_STRIDE, PAGE_SIZE, BLOCK_N,
                            STAGES, finders)  # fmt: skip
         _copy_queries(q_tiles, q_full, q_empty, query, items, tile, start, query_len, query_row_stride, query_head_stride, GROUP, BLOCK_M,

@@ -27,7 +27,7 @@ FEW_ITEMS = 8  # up to this many items, several programs merge each row
 
 @dataclass
 class LatentLaunch:
-    """What stays the same from step to step of one kind of launch of one layer. The step's rows are in the pool when it is called."""
+    """What stays the same from step to step in one kind of launch of one layer. The step's rows must already be in the pool."""
 
     spec: LatentSpec
     kind: PartitionKind
@@ -63,7 +63,7 @@ class LatentLaunch:
         self.key = (tuple(self.constants.values()), tuple(self.options.values()), self.rows.dtype, strides)
 
     def __call__(self, plan: Plan, shares: WorkPartition, call: AttentionCall) -> None:
-        """`call.output` has its last dim contiguous."""
+        """`call.output` must be contiguous in its last dim."""
         rows, output, lse = self.rows, call.output, call.lse_out
         query = for_kernel(call.query, rows.dtype) if self.kind.tiling.hopper else unit_last(call.query)
         self._attend(plan, shares, query, output, lse)
@@ -87,8 +87,8 @@ class LatentLaunch:
         )  # fmt: skip
 
     def _merge(self, plan: Plan, shares: WorkPartition, output: Tensor, lse: Tensor | None) -> None:
-        """Few items are merged by many programs each, and a program looks for one among the shares of many. Not so where a row's arithmetic
-        must not depend on the batch.
+        """A few items are merged by many programs each; one program looks for an item among many shares. Not if a row's arithmetic must not
+        depend on the batch.
         """
         out_strides = (*output.stride()[:2], 0 if lse is None else lse.stride(0))
         tiling, constants, programs = self.kind.tiling, self.merge_constants, shares.programs
@@ -109,7 +109,7 @@ class LatentLaunch:
 
 @cache
 def _hopper_kernel() -> FastKernel:
-    """Imported on first use: Gluon knows no interpreter."""
+    """Imported on first use, since Gluon has no interpreter."""
     from paged_attn.backends.attention.triton.latent.hopper_kernel import attend_latent_hopper
 
     return FastKernel(attend_latent_hopper)

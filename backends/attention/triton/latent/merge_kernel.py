@@ -22,8 +22,8 @@ def merge_latent(out, lse, work, partial, partial_stats, programs, out_row_strid
                  GROUP: tl.constexpr, RANK: tl.constexpr, HAS_LSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
                  KEEP_ROWS: tl.constexpr, SHARES: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
                  EARLY: tl.constexpr):  # fmt: skip
-    """Grid (programs / SHARES, KEEP_ROWS * BLOCK_R / COLUMNS): a program merges COLUMNS of a row, PARTS parts at once, of each item that
-    one of SHARES programs cut last.
+    """Grid (programs / SHARES, KEEP_ROWS * BLOCK_R / COLUMNS): a program merges COLUMNS of a row, PARTS parts at once, of each item whose
+    last part belongs to one of SHARES programs.
     """
     if EARLY:  # launched before the previous kernel has ended (PDL): wait for its results
         tl.extra.cuda.gdc_wait()
@@ -55,12 +55,12 @@ def _merge_row(program, out, lse, work, partial, partial_stats, out_row_stride, 
     d = tl.program_id(1) % (BLOCK_R // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
     flat = tile * BLOCK_M + kept
     if flat < query_len * GROUP:
-        # Most items have few parts: their sums are on the way before the weights are looked at.
+        # Most items have few parts: their sums are loaded before the weights are used.
         acc = tl.load(_sums_at(tl.arange(0, PARTS), partial, part_slot, part_first, kept, d, KEEP_ROWS, BLOCK_R),
                       mask=(tl.arange(0, PARTS) < parts)[:, None], other=0.0)  # fmt: skip
         first_m = tl.load(_stats_at(tl.arange(0, PARTS), partial_stats, part_slot, part_first, kept, KEEP_ROWS),
                           mask=tl.arange(0, PARTS) < parts, other=NO_KEY)  # fmt: skip
-        # Each lane has every STATS-th part. Parts in which nothing was seen add zeros and change nothing, however many follow.
+        # Each lane has every STATS-th part. Parts in which nothing was seen add zeros, however many follow.
         m = tl.full([STATS], NO_KEY, tl.float32)
         norm = tl.zeros([STATS], tl.float32)
         for p in tl.range(0, parts, STATS):

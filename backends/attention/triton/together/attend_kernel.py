@@ -19,15 +19,15 @@ def _walk_item(q, acc, m, norm, block, last, ends, first, members, seq_lens, pag
                table_stride, page_stride, key_token_stride, value_token_stride, scale, softcap, HAS_SOFTCAP: tl.constexpr,
                SEGMENTS: tl.constexpr, HIDDEN: tl.constexpr, PAGE_SIZE: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
                BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Blocks [block, last) of an item: first those that its requests share, then each one's own, less HIDDEN keys at its end, one loop."""
+    """Blocks [block, last) of an item in one loop: first those that its requests share, then each one's own, without HIDDEN last keys."""
     d, dv, lanes, segments = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_N), tl.arange(0, SEGMENTS)
-    # Two loads that wait for nothing, and no look-ups that wait for each other.
+    # Two loads that wait for nothing, and no look-ups that depend on each other.
     bounds = tl.load(ends + segments, mask=segments <= members, other=1 << 30)
     lengths = tl.load(seq_lens + first + tl.maximum(segments - 1, 0), mask=segments <= members, other=0)
     segment = tl.sum((bounds <= block).to(tl.int32), 0)
     until = tl.sum(tl.where(segments == segment, bounds, 0), 0)
     shared = tl.sum(tl.where(segments == 0, bounds, 0), 0)
-    skipped = tl.where(segment > 1, tl.max(tl.where(segments < segment, bounds, 0), 0) - shared, 0)  # own blocks of the requests before
+    skipped = tl.where(segment > 1, tl.max(tl.where(segments < segment, bounds, 0), 0) - shared, 0)  # own blocks of earlier requests
     request = first + tl.maximum(segment - 1, 0)
     limit = tl.sum(tl.where(segments == segment, lengths, 0), 0) - HIDDEN
     key = (block - skipped) * BLOCK_N + lanes
@@ -35,7 +35,7 @@ def _walk_item(q, acc, m, norm, block, last, ends, first, members, seq_lens, pag
     for next in tl.range(block + 1, last + 1):
         base, there, rows = page.to(tl.int64) * page_stride, key < limit, row_mask & ((member == segment - 1) | (segment == 0))
         token = key % PAGE_SIZE
-        # What the next block needs is looked up before this one's keys are waited for.
+        # Look-ups for the next block come before waiting for this one's keys.
         skipped = tl.where((next == until) & (segment > 0), next - shared, skipped)
         segment = tl.minimum(segment + (next == until).to(tl.int32), members)
         request = first + tl.maximum(segment - 1, 0)
@@ -92,7 +92,7 @@ def attend_together(query, keys, values, out, new_keys, new_values, sinks, lse, 
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         head_keys, head_values = keys + kv_head * key_head_stride, values + kv_head * value_head_stride
         if FUSED_WRITE:
-            # K and V of a row's new token, if its last block is one of these; used behind the others, so that nothing waits for it.
+            # K and V of a row's new token, if its last block is among these; used after the others, so that nothing waits for it.
             ended = tl.load(of_item + 1 + member, mask=row_mask, other=0)
             has_new = row_mask & (ended > block) & (ended <= block + take)
             new_at = tl.load(seq_lens + row, mask=row_mask, other=1) - 1

@@ -12,17 +12,17 @@ import triton.language as tl
 def count_together(page_table, seq_lens, units, tile_ends, ends, requests, table_stride,
                    GROUP: tl.constexpr, MEMBERS: tl.constexpr, SEGMENTS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, ITEM_COST: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Requests in runs of MEMBERS, cut into items where one shares no block of keys with the one before it.
+    """Groups requests into runs of MEMBERS, cut into items where one shares no block of keys with the one before it.
 
-    `units` and `tile_ends` are those of `count_units`, an item's at its first request, zeros at the others. `ends` [requests, SEGMENTS]
+    `units` and `tile_ends` are those of `count_units`: an item's at its first request, zeros at the others. `ends` [requests, SEGMENTS]
     has there the running sum of its blocks: those that all share, the first one's own, the second one's, .., the last repeated
-    up to column MEMBERS; then, in the last column, how many requests it has.
+    up to column MEMBERS; then, in the last column, the number of its requests.
     """
     first, member = tl.program_id(0) * MEMBERS, tl.arange(0, SEGMENTS)
     there = (member < MEMBERS) & (first + member < requests)
     lengths = tl.load(seq_lens + first + member, mask=there, other=0)
     before = tl.load(seq_lens + first + member - 1, mask=there & (member > 0), other=0)
-    most = tl.maximum(tl.minimum(lengths, before) - 1, 0) // PAGE_SIZE  # the new token's page is each one's own
+    most = tl.maximum(tl.minimum(lengths, before) - 1, 0) // PAGE_SIZE  # the page of the new token is never shared
     table = page_table + (first + member).to(tl.int64)[:, None] * table_stride
     common, column, furthest = most, 0, tl.max(most, 0)  # pages that a request shares with the one before it
     while column < furthest:
