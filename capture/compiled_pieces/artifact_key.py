@@ -19,7 +19,7 @@ _PACKAGE = Path(__file__).parents[2]  # folder of paged_attn; in a checkout its 
 
 
 def artifact_key(fingerprint: str) -> str | None:
-    """The name of a piece's entry, or None while Inductor runs passes of the user, about which no text says all."""
+    """The name of a piece's entry; None while the user has custom Inductor passes, because no text describes those completely."""
     from torch._inductor import config
 
     if any(getattr(config, name, None) is not None for name in _HOOKS):
@@ -47,7 +47,7 @@ def _devices() -> list[str]:
 
 
 def settings_text() -> list[str]:
-    """Settings that the compiler reads, or whose value at the time of compiling ends up in what it makes."""
+    """Settings that the compiler reads, or whose value at compile time ends up in the compiled code."""
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
 
@@ -67,7 +67,7 @@ def settings_text() -> list[str]:
 
 @functools.cache
 def source_digest(*rooms: str) -> str:
-    """A hash of all files in these folders of paged_attn, at any depth; "" means the files of paged_attn itself."""
+    """A hash of all Python files in these folders of paged_attn, at any depth; "" means the files directly in paged_attn."""
     digest = hashlib.sha256()
     for room in rooms:
         folder = (_PACKAGE / room).resolve()  # rglob does not follow links

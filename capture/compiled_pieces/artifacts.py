@@ -23,7 +23,7 @@ logger = logging.getLogger("paged_attn")
 
 VARIABLE = "PAGED_ATTN_CACHE"
 MOST_BYTES = 1 << 30
-# What torch's loader raises for something that it did not write or cannot use; an assertion is its usual check.
+# What torch's loader raises for a file that it did not write or cannot use; most of its checks are assertions.
 _UNUSABLE = (
     OSError, AssertionError, RuntimeError, ImportError, AttributeError, KeyError, TypeError, ValueError, EOFError, pickle.UnpicklingError,
 )  # fmt: skip
@@ -39,24 +39,24 @@ class Artifact(Protocol):
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled piece, and the guards (`Sizes.guards`) under which it was compiled; without them it serves no other piece."""
+    """A compiled piece and the guards (`Sizes.guards`) under which it was compiled; if they are None, it serves no other piece."""
 
     run: Callable[..., Any]
     guards: str | None
 
 
 class _Damaged(Exception):
-    """An entry is not what was written."""
+    """An entry differs from what was written."""
 
 
 def user_folder(kind: str) -> Path | None:
-    """Where files of a kind lie in the cache that PAGED_ATTN_CACHE names (default: ~/.cache/paged_attn); None if it is off."""
+    """The folder for one kind of files in the cache that PAGED_ATTN_CACHE names (default: ~/.cache/paged_attn); None if it is off."""
     folder = path_of_variable(VARIABLE, Path("~/.cache/paged_attn").expanduser())
     return None if folder is None else folder / kind
 
 
 def private_user_folder(kind: str) -> Path | None:
-    """As `user_folder`; None, with a warning, also if others than the user can write there."""
+    """Like `user_folder`, but also None, with a warning, if anyone except the user can write there."""
     folder = user_folder(kind)
     if folder is not None:
         try:
@@ -71,8 +71,8 @@ class ArtifactCache:
     """A folder of entries `<key>.piece`: a line of JSON and then torch's own format.
 
     Args:
-        folder: is made when first needed.
-        load: makes a callable of a file in torch's format.
+        folder: created when first needed.
+        load: makes a callable from a file in torch's format.
     """
 
     def __init__(self, folder: Path, load: Callable[[Path], Callable[..., Any]] | None = None) -> None:
@@ -81,7 +81,7 @@ class ArtifactCache:
 
     @classmethod
     def of_user(cls) -> ArtifactCache | None:
-        """The artifacts of the user (`private_user_folder`), or None if nothing is to be kept."""
+        """The user's artifacts (in `private_user_folder`), or None if nothing may be stored."""
         folder = private_user_folder("pieces")
         return None if folder is None else cls(folder)
 
@@ -104,7 +104,7 @@ class ArtifactCache:
         return None
 
     def save(self, key: str, artifact: Artifact, guards: str) -> bool:
-        """Write an entry, in place of any other. False, with the reason logged, if torch or the disk does not allow that."""
+        """Write an entry, replacing any other. Returns False, with the reason logged, if torch or the disk does not allow it."""
         try:
             make_private_folder(self.folder)
             with tempfile.TemporaryDirectory(dir=self.folder, prefix="new-") as scratch:
@@ -117,7 +117,7 @@ class ArtifactCache:
                 os.replace(entry, self.folder / f"{key}.piece")  # atomic, even if other processes write it at the same time
         except OSError as error:
             logger.warning("a compiled piece is not kept in %s: %s. Set %s to another folder, or to none.", self.folder, error, VARIABLE)
-        except (RuntimeError, AssertionError) as error:  # torch: something in the piece cannot be serialised, or its caches are off
+        except (RuntimeError, AssertionError) as error:  # torch: something in the piece cannot be serialized, or its caches are off
             logger.info("a compiled piece is not kept for the next process: torch cannot save it: %s", error)
         else:
             return True
@@ -125,7 +125,7 @@ class ArtifactCache:
 
 
 def tagged(text: str) -> AbstractContextManager[None]:
-    """Compile under a name in torch's own caches: its loader takes an artifact from there by that name, without a look at guards."""
+    """Compile under a name in torch's own caches: by that name torch's loader takes an artifact from there without checking guards."""
     config: Any = torch.compiler.config  # torch adds `patch` to the module when it is imported
     tag = hashlib.sha256(text.encode()).hexdigest()
     return cast(AbstractContextManager[None], config.patch(cache_key_tag=config.cache_key_tag + tag))
@@ -138,7 +138,7 @@ def _torch_load(path: Path) -> Callable[..., Any]:
 
 
 def _read(path: Path, key: str) -> tuple[str, bytes]:
-    """Guards and artifact of an entry; raises OSError, or _Damaged for what is not the entry of this key."""
+    """Guards and artifact of an entry; raises OSError, or _Damaged if the file is not the entry of this key."""
     head, _, body = read_file(path, MOST_BYTES, is_private=True).partition(b"\n")
     try:
         header = json.loads(head)

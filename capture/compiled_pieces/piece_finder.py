@@ -22,14 +22,14 @@ from paged_attn.capture.split.symbolic_sizes import Sizes
 
 @dataclass(frozen=True)
 class Piece:
-    """One that computes something.
+    """A piece that computes something.
 
     Attributes:
-        name: in the split graph.
-        gm: returns a tuple.
-        single: the piece itself returned its only element.
+        name: its name in the split graph.
+        gm: the piece, changed to return a tuple.
+        single: whether the piece itself returned the only element.
         inputs: fake tensors, symbolic sizes and numbers.
-        fingerprint: None if it cannot be compared with others.
+        fingerprint: None if the piece cannot be compared with others.
     """
 
     name: str
@@ -41,12 +41,10 @@ class Piece:
 
 
 def pieces_of(split: SplitGraph, traced: Sequence[Any]) -> list[Piece]:
-    """All that compute something, in order.
+    """All pieces that compute something, in order. Must run inside the Dynamo backend call.
 
     Args:
         traced: Dynamo's fake tensors and symbolic sizes for the graph's inputs.
-
-    Must run inside the Dynamo backend call.
     """
     finder = _PieceFinder(split)
     finder.run(*traced)
@@ -58,7 +56,7 @@ def computes(piece: fx.GraphModule) -> bool:
 
 
 class _PieceFinder(fx.Interpreter):
-    """Walks the split graph on fake tensors. One run of a piece tells the outputs of all equal ones: 32 layers took five seconds."""
+    """Runs the split graph on fake tensors; of equal pieces, only the first (running all of 32 layers took five seconds)."""
 
     def __init__(self, split: SplitGraph) -> None:
         super().__init__(split.gm)
@@ -70,9 +68,9 @@ class _PieceFinder(fx.Interpreter):
         self.fake_mode = context.fake_mode
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """On what Dynamo saw, in the fake mode of the tracing context (Dynamo's own is another), with the same symbols."""
-        # Composite operations on symbolic sizes need the Python dispatcher (torch 2.11). Sizes that this run makes of numbers in tensors
-        # are nobody's: Inductor refuses a piece while such a symbol waits for the operation that it belongs to.
+        """Run on Dynamo's inputs in the fake mode of the tracing context (not Dynamo's own), with the same symbols."""
+        # Composite operations on symbolic sizes need the Python dispatcher (torch 2.11). This run also turns numbers in tensors into new
+        # symbols; they must be ignored, because Inductor refuses a piece while such a symbol waits for the operation that made it.
         env = self.fake_mode.shape_env
         with self.fake_mode, env.ignore_fresh_unbacked_symbols() if env else nullcontext(), enable_python_dispatcher(), torch.no_grad():
             return super().run(*map(_made_anew, args), **kwargs)
@@ -82,7 +80,7 @@ class _PieceFinder(fx.Interpreter):
         if target not in self.pieces or not isinstance(piece, fx.GraphModule) or not computes(piece):
             return super().call_module(target, args, kwargs)
         whole, single = _returning_tuple(piece)
-        # Before it runs: what it writes in place may change its inputs' sizes.
+        # Before the run, because a piece that writes in place may change its inputs' sizes.
         found = Piece(str(target), whole, single, args, Sizes(args), fingerprint(whole, args))
         self.found.append(found)
         if found.fingerprint is None:
@@ -96,14 +94,14 @@ class _PieceFinder(fx.Interpreter):
         return result
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Tables that a pass has put there; `split_graph` hands them to the pieces as inputs."""
+        """A table that a pass has put there, as a fake tensor; `split_graph` hands it to the pieces as an input."""
         value = super().get_attr(target, args, kwargs)
         return self.fake_mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
 
 
 def _are_new(outputs: Any, inputs: Sequence[Any]) -> bool:
-    """Whether `_made_anew` makes their like: plain tensors that share no memory with the inputs nor with each other, and whose sizes the
-    inputs' symbols tell."""
+    """Whether `_made_anew` can reproduce the outputs: plain tensors that share no memory with the inputs or each other, and whose sizes
+    contain only the inputs' symbols."""
     new = [value for value in tree_leaves(outputs) if isinstance(value, Tensor)]
     if any(type(value) is not FakeTensor or value.layout != torch.strided or value.is_conj() or value.is_neg() for value in new):
         return False
@@ -114,7 +112,7 @@ def _are_new(outputs: Any, inputs: Sequence[Any]) -> bool:
 
 
 def _returning_tuple(piece: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
-    """A copy that returns a tuple, for an artifact from disk always does, and whether the piece itself returns the one element."""
+    """A copy that returns a tuple, as artifacts from disk always do, and whether the piece itself returns a single value."""
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     output = graph.graph_copy(piece.graph, nodes)
     single = not isinstance(output, tuple | list)

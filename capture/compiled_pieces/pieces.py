@@ -28,12 +28,12 @@ Compiler = Callable[[fx.GraphModule, Sequence[Any]], Artifact]
 
 @dataclass(frozen=True)
 class CachedPiece:
-    """A piece whose compiled form is on disk: its name in the split graph, and under what that form was compiled.
+    """A piece whose compiled form is on disk, by its name in the split graph and what the form was compiled for.
 
     Attributes:
-        arguments: names of the nodes of the split graph that it is called with. Splitting hands on sizes that only fake tensors tell of,
-            and a graph from disk has none.
-        single: the piece returns its only element.
+        arguments: names of the split graph's nodes that it is called with. Splitting also passes sizes that it finds only in fake tensors,
+            which a graph from disk does not have.
+        single: whether the piece returns a single value.
     """
 
     name: str
@@ -45,9 +45,9 @@ class CachedPiece:
 
 @dataclass(frozen=True)
 class PieceReport:
-    """How many pieces compute something, how many of those differ, how many of these came from disk, and the seconds of it all.
+    """How many pieces compute something, how many of them are distinct, how many of those came from disk, and the seconds in total.
 
-    kept: what `load_pieces` needs in another process; None if some piece can only be compiled again.
+    kept: what `load_pieces` needs in another process; None if any piece must be compiled again.
     """
 
     pieces: int
@@ -62,10 +62,10 @@ class PieceReport:
 
 
 def inductor(piece: fx.GraphModule, inputs: Sequence[Any]) -> Artifact:
-    """Inductor, for the symbols of Dynamo's own tracing context.
+    """Inductor with the symbols of Dynamo's tracing context.
 
-    It chooses among its kernels' configurations when they first run, and not, as `standalone_compile` has it, while it compiles: there it
-    would time them on the few tokens of the trace, where all are equal, and take one that is 1.4 times slower on thousands.
+    Kernels choose among their configurations when they first run, not at compile time (the default of `standalone_compile`), when they
+    would be timed on the few tokens of the trace, where all are equally fast, and the one chosen can be 1.4 times slower on thousands.
     """
     options = {"config_patches": {"triton.autotune_at_compile_time": False}}
     with waiting_first(), blocks_for_many_rows():
@@ -75,15 +75,14 @@ def inductor(piece: fx.GraphModule, inputs: Sequence[Any]) -> Artifact:
 def compile_pieces(
     split: SplitGraph, traced: Sequence[Any], cache: ArtifactCache | None = None, compiler: Compiler = inductor
 ) -> PieceReport:
-    """Compile every piece, in place, with T as the symbol that Dynamo gave it. Structurally equal pieces become one callable.
+    """Compile every piece in place, with T as the symbol that Dynamo gave it. Structurally equal pieces become one callable.
 
-    A compiled piece is a plain attribute of `split.gm` and no submodule: calling a module costs as much as a small kernel's launch.
+    A compiled piece is a plain attribute of `split.gm`, not a submodule: calling a module costs as much as launching a small kernel.
+    Must run inside the Dynamo backend call, whose tracing context knows which sizes are symbolic.
 
     Args:
         traced: Dynamo's fake tensors and symbolic sizes for the graph's inputs, in order.
-        cache: where compiled pieces outlive the process, or None.
-
-    Must run inside the Dynamo backend call, whose tracing context knows which sizes are symbolic.
+        cache: where compiled pieces are stored for other processes, or None.
     """
     started = time.perf_counter()
     pin_triton_cache()
@@ -112,11 +111,11 @@ def compile_pieces(
 
 
 def load_pieces(split: SplitGraph, kept: Sequence[CachedPiece], cache: ArtifactCache) -> PieceReport | None:
-    """Put the compiled form of every piece in its place, without a look at what the pieces compute; None, and nothing done, if one is gone
-    or is called with something that the graph has not.
+    """Put the compiled form of every piece in its place without examining what the pieces compute. Returns None, and changes nothing, if
+    one is missing or is called with something that the graph lacks.
 
     Args:
-        kept: of the same split graph, as `compile_pieces` reported it in another process.
+        kept: what `compile_pieces` reported for the same split graph in another process.
     """
     started = time.perf_counter()
     pin_triton_cache()
@@ -145,7 +144,7 @@ def load_pieces(split: SplitGraph, kept: Sequence[CachedPiece], cache: ArtifactC
 
 
 def _calls(split: SplitGraph) -> dict[str, fx.Node]:
-    """The one call of each piece."""
+    """The call of each piece, by the piece's name; each has exactly one."""
     return {str(node.target): node for node in split.gm.graph.nodes if node.op == "call_module"}
 
 

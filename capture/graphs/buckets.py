@@ -1,4 +1,4 @@
-"""The sizes to which steps are padded: geometric, so that no step is padded by more than a fixed share."""
+"""The sizes to which steps are padded: nearly geometric, so that no step is padded by more than a fixed share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 def bucket_sizes(largest: int, count: int, smallest: int = 2) -> list[int]:
     """At most `count` sizes from `smallest` to `largest`, ascending, in nearly equal ratios.
 
-    From 8 on they are multiples of 8, and from 256 on of 64, because matrix products are faster then; `largest` is not rounded.
+    Above 8 they are multiples of 8, and above 256 of 64, because matrix products are faster then; `largest` is not rounded.
     """
     if largest <= smallest or count < 2:
         return [max(largest, smallest)]
@@ -21,7 +21,7 @@ def bucket_sizes(largest: int, count: int, smallest: int = 2) -> list[int]:
         if size >= largest:
             break
         sizes.add(size)
-        exact = max(exact * ratio, size + 1)  # between small sizes, which are integers, ratios are larger
+        exact = max(exact * ratio, size + 1)  # small integer sizes are further apart than `ratio`
         if len(sizes) < count:
             ratio = max((largest / exact) ** (1 / (count - len(sizes))), 1.0)
     return sorted(sizes)
@@ -33,9 +33,9 @@ def _rounded(size: float) -> int:
 
 
 def coarse_to_fine(sizes: Sequence[int]) -> list[int]:
-    """The largest first, then the smallest, then repeatedly the middles between neighbors: any beginning of this order is spread evenly.
+    """The largest first, then the smallest, then repeatedly the middles between neighbors, so that any prefix is spread evenly.
 
-    The largest comes first because a memory pool that held it can hold all others.
+    The largest comes first because a memory pool that held it can hold all the others.
     """
     ascending = sorted(set(sizes))
     if len(ascending) < 3:

@@ -27,7 +27,10 @@ class _InAnotherProcess(Exception):
 
 
 class GraphKey(NamedTuple):
-    """A captured shape. Full graphs run decode steps of `size` requests, pieces any step of `size` rows; `variant`: see `graph_variant`."""
+    """A captured shape: a full graph runs decode steps of `size` requests, a piecewise one any step of `size` rows.
+
+    variant: see `graph_variant`.
+    """
 
     mode: Mode
     size: int
@@ -43,9 +46,9 @@ class CaptureSpec:
 
     Attributes:
         run: the model's step on its fixed inputs.
-        breaks: ops that stay outside the graphs.
+        breaks: whether an op stays outside the graphs.
         keep: tensors that outlive the recording.
-        state: what else a replay needs (a batch, a plan); kept with the graphs.
+        state: anything else that a replay needs (a batch, a plan); stored with the graphs.
     """
 
     run: Callable[[], Any]
@@ -56,7 +59,7 @@ class CaptureSpec:
 
 @dataclass(frozen=True)
 class Captured:
-    """One captured shape: its graphs, their state, the device memory that it added, and the seconds that it took."""
+    """One captured shape: its graphs, their state, the device memory that they added, and the seconds that capturing took."""
 
     key: GraphKey
     segments: Segments
@@ -72,10 +75,10 @@ Prepare = Callable[[GraphKey], AbstractContextManager[CaptureSpec]]
 class GraphSet:
     """Captures shapes into one recorder, under a budget.
 
-    A shape that cannot be captured is skipped, and `refused` keeps the reason; with `strict` it raises.
-    `unsafe` are ops that turned out not to be recordable, and why: they run between the graphs.
+    A shape that cannot be captured is skipped, with the reason in `refused`; with `strict` it raises.
+    `unsafe` maps ops that turned out not to be recordable to the reason; they run between the graphs.
     `agree` combines a decision over all processes that run the model: before and after each run of a shape, and on keeping it. All must
-    capture the same shapes, because each recording is a run of all of them.
+    capture the same shapes, because all of them take part in each recorded run.
     """
 
     recorder: Recorder
@@ -88,12 +91,12 @@ class GraphSet:
     agree: Callable[[bool], bool] = bool
 
     def capture(self, keys: Sequence[GraphKey], prepare: Prepare) -> Iterator[GraphKey]:
-        """Capture shapes in this order; yields each key when its shape was captured or refused.
+        """Capture shapes in this order; yields each key once its shape is captured or refused.
 
         Raises:
             CaptureError: with `strict`, for the first shape that cannot be captured or does not fit the budget.
         """
-        gc.collect()  # once: memory held by cycles must not be counted as a graph's, and collecting takes long
+        gc.collect()  # once, because it is slow: memory held by reference cycles must not be counted as a graph's
         before = self.recorder.bytes_in_use()
         for key in keys:
             before = self._capture(key, prepare, before)
@@ -133,10 +136,10 @@ class GraphSet:
         return after
 
     def _record(self, key: GraphKey, prepare: Prepare, mark: int) -> tuple[Segments, Any]:
-        """An op that cannot be recorded, and need not be, stays between the graphs from then on, and all processes record again.
+        """Record one shape. An op that fails to record but may break the graph runs between graphs from then on, and all processes retry.
 
         Raises:
-            _InAnotherProcess: one of them cannot go on.
+            _InAnotherProcess: another process cannot continue.
         """
         while True:
             recorded: tuple[Segments, Any] | None = None
@@ -144,7 +147,7 @@ class GraphSet:
                 with prepare(key) as spec:
                     self._all_go_on()
                     with self.recorder.session():
-                        spec.run()  # a first run may compile, allocate or wait, which a recording must not
+                        spec.run()  # a first run may compile, allocate or wait, which a recorded one must not
                     recorded = record(spec.run, self.recorder, lambda op: spec.breaks(op) or op in self.unsafe, spec.keep), spec.state
             except OpNotRecorded as error:
                 if not may_break(error.op):
@@ -159,7 +162,7 @@ class GraphSet:
             self.recorder.rollback(mark)
 
     def _all_go_on(self) -> None:
-        """Every process takes part in every run, so none may start one unless all can."""
+        """Raises unless all processes can continue: every process takes part in every run."""
         if not self.agree(True):
             raise _InAnotherProcess
 
@@ -172,7 +175,7 @@ class GraphSet:
         logger.warning("graph %s is not captured: %s", key, reason)
 
     def sizes(self, mode: Mode) -> list[int]:
-        """Captured sizes of a mode, ascending."""
+        """The captured sizes of a mode, ascending."""
         return sorted({key.size for key in self.captured if key.mode == mode})
 
     def clear(self) -> None:
@@ -184,5 +187,5 @@ class GraphSet:
 
 
 def _no_graph() -> tuple[type[Exception], ...]:
-    """Errors that mean that one shape cannot be captured: of CUDA, of a backend's plan, or of a kernel without enough memory."""
+    """Errors that mean that one shape cannot be captured: from CUDA, a backend's plan, or a kernel that needs too much memory."""
     return (RuntimeError, UnsupportedError, *triton_errors())

@@ -1,4 +1,4 @@
-"""Checks that tensors which captured graphs read by address are still the model's, and still at those addresses."""
+"""Checks that tensors that captured graphs read by address still belong to the model and have not moved."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from paged_attn.attn_ops.errors import CaptureError
 
 
 class PointerCheck:
-    """The parameters of a model, and those of its buffers that are among `bound`, as they are now.
+    """Remembers the parameters of a model, and those of its buffers that are in `bound`.
 
-    `check` looks at every one of them, by name in its module and by address: a replaced parameter, a moved one and one of another dtype are
-    all seen; numbers written in place are no change.
+    `check` compares each by its name in the module and by address, so it notices tensors that were replaced, moved or converted to another
+    dtype. Writing numbers in place is allowed.
     """
 
     def __init__(self, model: nn.Module, bound: Iterable[Tensor] = ()) -> None:
@@ -35,7 +35,7 @@ class PointerCheck:
         return len(self._names)
 
     def check(self) -> None:
-        """Raises CaptureError naming the first tensor that is not where it was."""
+        """Raises CaptureError naming the first tensor that has changed."""
         now = [table.get(name) for table, name in self._slots]
         if not all(map(is_, now, self._tensors)) or list(map(Tensor.data_ptr, self._tensors)) != self._pointers:
             self._refuse(now)

@@ -1,4 +1,4 @@
-"""Records a thread's launches to replay them at the same addresses: CUDA graphs, behind an interface that tests implement on a CPU."""
+"""Records a thread's launches to replay them at the same addresses: CUDA graphs, behind an interface that tests can fake on a CPU."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ MOST_DRIVER_BYTES = 64 * 2**20  # allowed growth outside PyTorch's allocator dur
 
 
 class Recorder(Protocol):
-    """One pool of memory and the graphs that were recorded into it. One thread records; any may replay."""
+    """A memory pool and the graphs recorded into it. Only one thread records; any may replay."""
 
     def session(self) -> Any:
-        """A context for one recording; what is recorded and what runs in between happen in order inside it."""
+        """A context for one recording; recorded work and work that runs in between happen in order inside it."""
 
     def begin(self) -> None:
-        """From here on this thread's launches are recorded and not run."""
+        """From here on, record this thread's launches instead of running them."""
 
     def end(self) -> Replay | None:
-        """What was recorded since `begin`; None if that was nothing."""
+        """What was recorded since `begin`, or None if nothing was."""
 
     def abort(self) -> None:
-        """After an exception between `begin` and `end`: nothing of it stays, and the device can be used."""
+        """After an exception between `begin` and `end`: discard what was recorded, and leave the device usable."""
 
     def call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation that the recorded code dispatches."""
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """The tensor's memory without owning it: the pool may use it again for what is recorded later."""
+        """The tensor's memory without owning it: the pool may reuse it for later recordings."""
 
     def bytes_in_use(self) -> int:
         """Device memory in use, to be compared before and after a recording."""
@@ -45,13 +45,13 @@ class Recorder(Protocol):
         """A point to which `rollback` can return."""
 
     def rollback(self, mark: int) -> None:
-        """Free what was recorded since; its replays work no more. (0: all.)"""
+        """Free what was recorded since (0: everything); its replays stop working."""
 
 
 class CudaRecorder:
     """CUDA graphs in one private memory pool.
 
-    Allocation errors of other threads do not end a recording (capture mode "thread_local"), and other threads may replay meanwhile.
+    Allocation errors of other threads do not end a recording (capture mode "thread_local"), and other threads may replay during it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._open: torch.cuda.CUDAGraph | None = None
-        self._outside, self._driver = 0, 0  # bytes that the allocator does not know: all of them, and those that count as the graphs'
+        self._outside, self._driver = 0, 0  # bytes outside PyTorch's allocator: in total, and those attributed to the graphs
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -82,7 +82,7 @@ class CudaRecorder:
             warnings.simplefilter("always")
             graph.capture_end()
         self._open = None
-        self._graphs.append(graph)  # an empty one, too: what was allocated in it lives as long as the pool
+        self._graphs.append(graph)  # even an empty one: what was allocated in it lives as long as the pool
         return None if any("empty" in str(warning.message) for warning in said) else graph.replay
 
     def abort(self) -> None:
@@ -92,8 +92,8 @@ class CudaRecorder:
         try:
             graph.capture_end()
         except RuntimeError:
-            # CUDA has ended the invalid capture, and torch stopped there: its two allocators and its random generators still are in it.
-            # They leave it when a capture ends well, so the driver begins an empty one for them.
+            # CUDA has ended the invalid capture, but torch stopped there: its two allocators and random generators are still in it. They
+            # leave it only when a capture ends successfully, so have the driver begin an empty one.
             _begin_empty_capture(torch.cuda.current_stream(self.device))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns that the graph is empty
@@ -111,7 +111,7 @@ class CudaRecorder:
         return view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def bytes_in_use(self) -> int:
-        """The allocator's, and what the driver keeps for graphs: what else grew, unless it is so much that it must be another process's."""
+        """Bytes of PyTorch's allocator plus other growth, which is the driver's for graphs unless it is too large to be."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)

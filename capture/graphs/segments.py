@@ -1,7 +1,7 @@
-"""Records one run of a model in segments: graphs, and between them calls of ops that stay outside the graphs.
+"""Records one run of a model in segments: graphs, and between them the ops that stay outside graphs.
 
-Such an op is intercepted in the dispatcher, so it does not matter what calls it: compiled pieces, a rewritten graph, or an uncompiled model
-(an eager break: capture ends before the op and starts again after it).
+Such an op is intercepted in the dispatcher, whether a compiled piece, a rewritten graph or an uncompiled model calls it (an eager break:
+capture ends before the op and starts again after it).
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from paged_attn.capture.graphs.recorder import Recorder, Replay
 
 @dataclass(frozen=True)
 class Segments:
-    """`replay()` repeats what was recorded: it reads the inputs at their addresses and writes `output` to its own.
+    """`replay()` repeats what was recorded: it reads the inputs at their addresses and writes `output` at its own.
 
     Attributes:
         output: what the recorded function returned; the next replay of any graph of the recorder overwrites it.
-        num_graphs, num_calls: graphs, and ops called between them.
+        num_graphs: the number of graphs.
+        num_calls: the number of ops called between them.
     """
 
     steps: tuple[Replay, ...]
@@ -46,7 +47,7 @@ class OpNotRecorded(RuntimeError):
 
 
 def may_break(op: Any) -> bool:
-    """Whether an op could stay between the graphs: it returns tensors, whose shapes do not depend on data."""
+    """Whether an op can stay between the graphs: it returns only tensors, whose shapes do not depend on data."""
     returns = op._schema.returns
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     return bool(returns) and all(str(r.type) == "Tensor" for r in returns) and not tags & set(op.tags)
@@ -60,8 +61,8 @@ def record(run: Callable[[], Any], recorder: Recorder, breaks: Callable[[Any], b
         keep: tensors that outlive the recording (weights, fixed inputs); the memory of others may be reused.
 
     Raises:
-        OpNotRecorded: it ended at an op.
-        RuntimeError: whatever else ended it. The device can be used afterwards.
+        OpNotRecorded: recording failed at an op.
+        RuntimeError: recording failed elsewhere. The device stays usable.
     """
     recording = _Recording(recorder, breaks, keep)
     with recorder.session(), torch.no_grad():
@@ -97,14 +98,14 @@ class _Recording(TorchDispatchMode):
             try:
                 return self.recorder.call(func, args, kwargs)
             except torch.OutOfMemoryError:
-                raise  # no fault of the op
+                raise  # not the op's fault
             except RuntimeError as error:
                 raise OpNotRecorded(func, error) from error
         self.close()
         result = func(*args, **kwargs)
         known = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and id(leaf) not in known]
-        self.kept.update(map(_memory, returned))  # the op's own memory, which the graphs after it read
+        self.kept.update(map(_memory, returned))  # the op's own memory, which later graphs read
         args, kwargs = tree_map_only(Tensor, self.without_owning, (args, kwargs))
         self.steps.append(_call(func, args, kwargs, returned))
         self.num_calls += 1

@@ -11,16 +11,16 @@ from torch import fx
 
 @contextlib.contextmanager
 def marked(change: str) -> Iterator[None]:
-    """Inside, Inductor's cache takes nothing that was compiled without `change`, and nothing else takes what is compiled here.
+    """Inside, Inductor's cache reuses nothing compiled without `change`, and what is compiled here is reused nowhere else.
 
-    Inductor keys the user's pass over the graph by the name that it gives itself; here that name is longer. Marks inside marks add up.
+    Inductor's key includes the name of the user's graph pass; here that name is extended. Nested marks add up.
     """
     from torch._inductor import config  # not at the top: importing Inductor takes a second, and most processes do not need it
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     present: Any = config.post_grad_custom_post_pass
     if present is not None and not isinstance(present, CustomGraphPass):
-        yield  # a pass without a name, with which Inductor caches nothing
+        yield  # with a pass that has no name, Inductor caches nothing anyway
         return
 
     class Mark(CustomGraphPass):
@@ -30,7 +30,7 @@ def marked(change: str) -> Iterator[None]:
 
         def uuid(self) -> Any:
             mine, theirs = f"paged_attn: {change}", None if present is None else present.uuid()
-            return mine if present is None else theirs and (theirs, mine)  # nothing is cached with a pass that gives no name
+            return mine if present is None else theirs and (theirs, mine)  # with a pass that returns no name, nothing is cached
 
     with config.patch({"post_grad_custom_post_pass": Mark()}):
         yield

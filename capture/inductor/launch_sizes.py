@@ -1,9 +1,9 @@
 """Gives Inductor's Triton kernels block sizes that suit steps of many rows.
 
-Inductor takes block sizes from the sizes that it saw while tracing, which here are those of a handful of tokens. An element-wise kernel
-then gets blocks of 256 elements and one warp, and on a prompt's rows most of its time goes into starting them: RoPE of 2,048 rows took
-51 us where blocks of 1,024 take 17 (H200, docs/capture.md). Only the sizes of blocks are chosen here; what a kernel computes, and for
-which sizes it is valid, stays as Inductor has it.
+Inductor derives block sizes from the sizes that it traced, here a handful of tokens. An element-wise kernel then gets blocks of 256
+elements and one warp, and spends most of its time starting blocks on a prompt's rows: RoPE of 2,048 rows took 51 us, and 17 us with
+blocks of 1,024 (H200, docs/capture.md). Only block sizes are changed here; what a kernel computes, and for which sizes it is valid, stays
+as Inductor decides.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from paged_attn.capture.inductor.cache_mark import marked
 
-ROWS = 2047  # as Inductor rounds up to powers of 2; not one itself, so that no size looks divisible that is not
+ROWS = 2047  # Inductor rounds up to a power of 2; this is not one itself, so no size seems divisible that is not
 
 
 @contextlib.contextmanager
 def blocks_for_many_rows() -> Iterator[None]:
-    """Inside, Inductor chooses blocks as if each size that it traced as fewer had been `ROWS`."""
+    """Inside, Inductor chooses blocks as if each smaller traced size were `ROWS`."""
     from torch._inductor.codegen.triton import TritonKernel
 
     write = TritonKernel.codegen_kernel
@@ -38,7 +38,7 @@ def blocks_for_many_rows() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _many_rows() -> Iterator[None]:
-    """What Inductor asks for where it may not guard on the answer: `symbolic_hint` in torch 2.11, `optimization_hint` later."""
+    """Patches what Inductor asks for a size on which it may not guard: `symbolic_hint` in torch 2.11, `optimization_hint` later."""
     from torch._inductor.sizevars import SizeVarAllocator
 
     with contextlib.ExitStack() as stack:

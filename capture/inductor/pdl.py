@@ -1,10 +1,10 @@
 """Lets Inductor's Triton kernels start before the previous kernel has ended, so that launch latency overlaps with its work.
 
-Inductor can do so itself (`triton.enable_pdl`), but lets each kernel wait where it finds a load that needs it. A kernel without such a load
-waits for nothing, and whatever comes after it may overtake what came before it. Here every kernel waits first of all, and only then lets
-the next one start; so when a kernel starts, all but the one in front have ended and can be read, and after its wait that one, too. Kernels
-of other makers that start early can count on it (`paged_attn::linear` asks for its weights before it waits).
-(CUDA programming guide, "Programmatic Dependent Launch and Synchronization"; compute capability 9.0 on.)
+Inductor can do this itself (`triton.enable_pdl`), but then each kernel waits only at the first load that needs it. A kernel without such a
+load never waits, and whatever follows it may overtake what came before it. Here every kernel first waits and then lets the next one start.
+So when a kernel starts, all kernels except the one before it have ended and their results can be read; after its wait, that one's too.
+Kernels from elsewhere that start early can rely on this (`paged_attn::linear` loads its weights before it waits).
+(CUDA programming guide, "Programmatic Dependent Launch and Synchronization"; compute capability 9.0 and later.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paged_attn.capture.inductor.cache_mark import marked
 
 @contextlib.contextmanager
 def pdl(wanted: bool) -> Iterator[None]:
-    """What Inductor compiles inside starts early, if that is wanted, on GPUs that can."""
+    """Inside, if `wanted`, Inductor compiles kernels that start early on GPUs that can do so."""
     from torch._inductor import config
 
     with config.patch({"triton.enable_pdl": True}) if wanted else contextlib.nullcontext():
@@ -28,7 +28,7 @@ def pdl(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting_first() -> Iterator[None]:
-    """Kernels that Inductor writes inside, and that start early for whatever reason, wait before they do anything else."""
+    """Inside, kernels that Inductor writes and that start early, whatever enabled it, wait before they do anything else."""
     from torch._inductor import config
     from torch._inductor.codegen.triton import TritonKernel
 
@@ -40,7 +40,7 @@ def waiting_first() -> Iterator[None]:
 
 
 def _wait_first(kernel: Any, code: Any) -> None:
-    """In place of Inductor's method that drops superfluous waits from a kernel's body, an IndentedBuffer."""
+    """Replaces Inductor's method that drops superfluous waits from a kernel's body (an IndentedBuffer)."""
     mine = (kernel.GDC_WAIT, kernel.GDC_LAUNCH)
     lines = [line for line in code._lines if not (isinstance(line, str) and line.strip() in mine)]
     code._lines = [*mine, *lines] if kernel._enable_pdl_codegen() else lines

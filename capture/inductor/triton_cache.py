@@ -9,13 +9,13 @@ VARIABLE = "TRITON_CACHE_DIR"
 
 
 def pin_triton_cache() -> None:
-    """Have Triton keep compiled kernels in its own folder, unless the user has named one, and assemble them with Inductor's `ptxas`.
+    """Have Triton keep compiled kernels in its own folder, unless the user named one, and assemble them with Inductor's `ptxas`.
 
-    Inductor changes both on its way. It moves the cache to a folder of its own when it first loads a kernel
-    (`torch._inductor.runtime.triton_heuristics`), and names its assembler, which Triton's keys depend on, when it first compiles one in
-    the process itself and not in a worker (`torch._inductor.async_compile`). Kernels that are compiled before and after that, such as
-    those of attention, would be looked up in two places, and a process that meets them in another order compiled them again. To be called
-    before Inductor is used.
+    Inductor changes both while it runs: it moves the cache to its own folder when it first loads a kernel
+    (`torch._inductor.runtime.triton_heuristics`), and sets its assembler, on which Triton's keys depend, when it first compiles one in the
+    process itself instead of a worker (`torch._inductor.async_compile`). Kernels compiled before and after, such as those of attention,
+    would then be looked up in two places, and a process that meets them in another order would compile them again. Call this before
+    Inductor is used.
     """
     if find_spec("triton") is None:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def start_workers() -> None:
-    """Until they answer, some five seconds after it asks for them, Inductor compiles one kernel after the other in the process itself."""
+    """Start them early, because they take some five seconds, during which Inductor would compile kernels one by one in this process."""
     from torch._inductor.async_compile import AsyncCompile
 
     AsyncCompile.use_process_pool()

@@ -25,15 +25,15 @@ _TORCH_OPS = ("aten", "prim", "prims", "_c10d_functional")
 
 
 class Indescribable(Exception):
-    """A piece holds something whose meaning a text cannot carry."""
+    """A piece holds something that no text describes completely."""
 
 
 def fingerprint(piece: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
     """A hash of the nodes (op, target, arguments; other nodes by position) and of the fake inputs; None if the piece cannot be compared.
 
     Args:
-        inputs: fake tensors, symbolic sizes and Python numbers, in the order of the placeholders. Of tensors count dtype, device, sizes,
-            strides and offset as expressions of the symbols, and which of them share memory; of symbols their order and range.
+        inputs: fake tensors, symbolic sizes and Python numbers, in the order of the placeholders. Tensors are described by dtype, device,
+            sizes, strides and offset as expressions of the symbols, and by which of them share memory; symbols by order and range.
     """
     try:
         lines = [*_inputs(inputs), *_nodes(piece.graph)]
@@ -43,7 +43,7 @@ def fingerprint(piece: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
 
 
 def portable(piece: fx.GraphModule) -> bool:
-    """Whether the piece calls nothing but torch and ops of ours, of which the key says all: user code may change between processes."""
+    """Whether the piece calls only torch and our own ops, which the key covers; user code may change between processes."""
     return all(_is_known(node.target) for node in piece.graph.nodes if node.op == "call_function")
 
 
@@ -85,7 +85,7 @@ def _nodes(graph: fx.Graph) -> list[str]:
     lines = []
     for node in graph.nodes:
         node_numbers[node] = len(node_numbers)
-        # A placeholder's target is its name; a default value would be an argument.
+        # A placeholder's target is only its name; its default value would be an argument.
         target = "" if node.op in ("placeholder", "output") else _target(node)
         lines.append(f"{node.op} {target} {_argument(node.args, node_numbers)} {_argument(node.kwargs, node_numbers)}")
     return lines
@@ -96,7 +96,7 @@ def _target(node: fx.Node) -> str:
         return str(node.target)
     if node.op == "call_function":
         return _function(node.target)
-    raise Indescribable  # a module, or something that the piece holds itself: `split_graph` makes tensors inputs
+    raise Indescribable  # a module, or an attribute of the piece (`split_graph` makes tensors inputs)
 
 
 def _function(target: Any) -> str:

@@ -1,4 +1,4 @@
-"""Splits a rewritten graph before AOT into pieces with the split ops between them."""
+"""Splits a rewritten graph, before AOT, into pieces with the split ops between them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NAME = "name_before_split"
 
 @dataclass(frozen=True)
 class SplitGraph:
-    """`gm` calls its submodules in order; `pieces` are names of those to compile, `breaks` of those that hold one split op each.
+    """`gm` calls its submodules in order; `pieces` names those to compile, `breaks` those that hold one split op each.
 
     Attributes:
-        ops: of the breaks, in their order, by qualified name: `paged_attn::unified_attention_with_output`.
-        results: of every submodule, the names that its results had in the graph that was split.
-        op_names: of the breaks, in their order, the name that the op's node had there.
+        ops: qualified names of the breaks' ops, in order: `paged_attn::unified_attention_with_output`.
+        results: for every submodule, the names of its results in the original graph.
+        op_names: names of the breaks' op nodes in the original graph, in order.
     """
 
     gm: fx.GraphModule
@@ -36,18 +36,18 @@ class SplitGraph:
 
 
 def split_graph(gm: fx.GraphModule, ops: frozenset[OpOverload]) -> SplitGraph:
-    """Pieces and split ops alternate; a node that only serves views before an op stays in the piece before it.
+    """Pieces and split ops alternate; a node that only makes views for an op stays in the piece before it.
 
-    A split op is one of `ops`, or tagged `cudagraph_unsafe` (`is_split_op`). Where it returns several tensors they are taken apart in its
-    submodule, so that pieces are given tensors and numbers only.
-    `gm` has its placeholders first. The split module takes the same arguments and returns the same output.
+    A split op is one of `ops`, or tagged `cudagraph_unsafe` (`is_split_op`). If it returns several tensors, they are unpacked in its
+    submodule, so that pieces only take tensors and numbers.
+    The placeholders of `gm` come first. The split module takes the same arguments and returns the same output.
     """
     piece_of: dict[fx.Node, int] = {}
     breaks: dict[int, str] = {}
     op_names: list[str] = []
     current = 0
     for node in gm.graph.nodes:
-        node.meta[_NAME] = node.name  # splitting gives other names, and keeps this
+        node.meta[_NAME] = node.name  # splitting renames nodes, but keeps this
         if node.op in ("placeholder", "output"):
             continue
         if node.op == "call_function" and is_split_op(node.target, ops):
@@ -60,7 +60,7 @@ def split_graph(gm: fx.GraphModule, ops: frozenset[OpOverload]) -> SplitGraph:
             piece_of[node] = piece_of[node.args[0]]
         else:
             piece_of[node] = current
-    # The original gm is not needed as a root: all parameters are inputs of a Dynamo graph.
+    # The original gm is not needed as a root, because all parameters are inputs of a Dynamo graph.
     split = split_module(gm, gm, lambda node: piece_of[node], keep_original_order=True)
     names = [str(node.target) for node in split.graph.nodes if node.op == "call_module"]
     is_break = {name: int(name.removeprefix("submod_")) in breaks for name in names}

@@ -1,4 +1,4 @@
-"""The ops at which a graph is split into pieces, by overload identity or by tag: matching by name silently fails to split."""
+"""The ops at which a graph is split, identified by overload or by tag: matching by name could silently fail to split."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def register_split_op(op: OpOverload) -> None:
 
 
 def split_ops() -> frozenset[OpOverload]:
-    """The registered overloads; attention, recurrent layers and the batch's positions are always among them. See `is_split_op` for tags."""
+    """The registered overloads, always including attention, recurrent layers and the batch's positions. For tags see `is_split_op`."""
     return frozenset(_split_ops)
 
 
 def is_split_op(target: Any, ops: Set[OpOverload]) -> bool:
-    """Whether a `call_function` node of this target runs between pieces: it is one of `ops`, or its author tagged it `cudagraph_unsafe`.
+    """Whether a `call_function` node with this target runs between pieces: it is one of `ops`, or tagged `cudagraph_unsafe` by its author.
 
-    A graph of Dynamo calls `torch.ops.mylib.op` as a packet, without saying which overload; it counts if any of its overloads does.
+    Dynamo's graphs call `torch.ops.mylib.op` as a packet, which does not say which overload; it counts if any of its overloads does.
     """
     return any(op in ops or torch.Tag.cudagraph_unsafe in op.tags for op in overloads_of(target))
