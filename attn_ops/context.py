@@ -47,7 +47,7 @@ class Backend(Protocol):
 
 
 class Recurrent(Protocol):
-    """What the context needs to run layers with recurrent state: `paged_attn.recurrent.run.RecurrentRunner`."""
+    """What the context needs to run layers with recurrent state; implemented by `paged_attn.recurrent.run.RecurrentRunner`."""
 
     def plan(self, batch: Batch) -> Any: ...
 
@@ -59,7 +59,7 @@ class Recurrent(Protocol):
 
 
 class NoAttention:
-    """A backend for steps in which no paged attention runs, or whose attention kernels are not compiled ahead."""
+    """A backend for steps without paged attention, or whose attention kernels are not compiled ahead."""
 
     def plan(self, batch: Batch, pool: KVPool) -> None: ...
 
@@ -71,20 +71,20 @@ class NoAttention:
 
 
 def without_attention(batch: Batch, dtype: torch.dtype, recurrent: Recurrent | None = None) -> ForwardContext:
-    """The context of a step in which no paged attention runs, over a pool without layers of this dtype."""
+    """The context of a step without paged attention, over a pool of this dtype without layers."""
     return ForwardContext(batch, KVPool((), 2, batch.page_size, dtype, batch.slots.device), NoAttention(), recurrent)
 
 
 class ForwardContext:
-    """`with ForwardContext(batch, pool, backend):` one step of one pool. Enter it once, in the thread that runs the model.
+    """`with ForwardContext(batch, pool, backend):` runs one step on one pool. Enter it once, in the thread that runs the model.
 
     The plan is made on entry, unless `plan` was made before (for a captured graph, which contains its device work). Inside, gradients are
-    off, and the pool's device is the current one. Contexts nest (a draft model inside a target's step) and are restored however they are
-    left.
+    off and the pool's device is current. Contexts nest (a draft model inside a target's step), and are restored even after exceptions.
 
     Attributes:
-        rewritten: a compiled model runs its rewritten graph, not the traced one.
-        ran: an op or a compiled graph of ours has run in it; `must_run`: leaving it before that raises ContextError.
+        rewritten: a compiled model runs its rewritten graph instead of the traced one.
+        ran: one of our ops or compiled graphs has run in it.
+        must_run: leaving the context before that raises ContextError.
     """
 
     rewritten, ran, must_run = True, False, False
@@ -130,7 +130,7 @@ class ForwardContext:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         stack = _active.contexts
         if not stack or stack[-1] is not self:
-            if self in stack:  # its block is over: nothing of it may stay active
+            if self in stack:  # its block has ended, so it must not stay active
                 del stack[stack.index(self) :]
                 torch.set_grad_enabled(self._gradients)
                 self._undo.close()
@@ -155,7 +155,7 @@ def context_of(op: str, rows: int) -> ForwardContext:
     """The thread's context, for the op of this name, whose tensors have `rows` rows.
 
     Raises:
-        ContextError: there is none, or its batch has another number of rows.
+        ContextError: there is none, or its batch has a different number of rows.
     """
     context = current_context()
     if context is None:
@@ -169,7 +169,11 @@ def context_of(op: str, rows: int) -> ForwardContext:
 
 
 def recurrent_context_of(op: str, layer_id: int, rows: int) -> tuple[ForwardContext, Recurrent]:
-    """`context_of`, and its runner of layers with recurrent state, which it must have."""
+    """`context_of`, and its runner for layers with recurrent state.
+
+    Raises:
+        ContextError: also if the context has no such runner.
+    """
     context = current_context()
     if context is None or context.recurrent is None:
         where = "outside any forward context" if context is None else "in a forward context without recurrent state"

@@ -24,12 +24,12 @@ _R = TypeVar("_R")
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside, this device is the current one; nothing happens where it is not a CUDA device, or none has been used yet."""
+    """Makes this device the current one; does nothing if it is not a CUDA device, or CUDA has not been used yet."""
     return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.is_initialized() else _NOTHING
 
 
 def on_its_device(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """The method, with `self.device` as the current one: an engine is called from threads that know nothing of its device."""
+    """The method, run with `self.device` as the current device, because an engine is also called from threads that did not set it."""
 
     @functools.wraps(method)
     def called(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:

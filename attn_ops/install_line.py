@@ -16,8 +16,8 @@ NAME = "paged-attn"
 
 @functools.cache
 def install_line(extra: str) -> str:
-    """`pip install -e '/home/me/paged_attn[serve]'` in a checkout; else from the same folder, wheel or repository as this installation;
-    where that is not known, or gone, what the extra consists of."""
+    """`pip install -e '/home/me/paged_attn[serve]'` in a checkout; else with the folder, wheel or repository that this installation came
+    from; if that is unknown or gone, with the extra's requirements."""
     root = Path(__file__).parent.parent.resolve().parent  # the folder that holds the package `paged_attn`
     if _is_checkout(root):
         return f"pip install -e '{root}[{extra}]'"
@@ -35,7 +35,7 @@ def _is_checkout(root: Path) -> bool:
 
 
 def _source(origin: dict[str, Any], extra: str) -> str | None:
-    """What pip noted of where it took the package from (PEP 610), as an argument for it."""
+    """pip's argument for what this package was installed from, as pip recorded it (PEP 610)."""
     url = str(origin.get("url", ""))
     if "vcs_info" in origin:
         return f"'{NAME}[{extra}] @ {origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}'"
@@ -46,7 +46,7 @@ def _source(origin: dict[str, Any], extra: str) -> str | None:
 
 
 def _parts(requires: list[str], extra: str) -> list[str]:
-    """The requirements of an extra, those of the extras in it included."""
+    """The requirements of an extra, including those of extras that it lists."""
     found = []
     for each in map(Requirement, requires):
         if each.marker is None or not each.marker.evaluate({"extra": extra}) or each.marker.evaluate({"extra": ""}):

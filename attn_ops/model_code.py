@@ -14,9 +14,9 @@ MODEL_ERRORS = (RuntimeError, ValueError, LookupError, ArithmeticError, Assertio
 
 @contextmanager
 def model_code(finding: Callable[[str], Exception]) -> Iterator[None]:
-    """Inside, what the code raises becomes `finding("TypeError: ...")`.
+    """Inside, an exception of the model's code is raised as `finding("TypeError: ...")`.
 
-    A refusal stays what it is, and so does a device without room: that is not a property of the model, and would be remembered as one.
+    Refusals pass through unchanged. So do out-of-memory errors, which say nothing about the model but would be remembered as if they did.
     """
     try:
         yield

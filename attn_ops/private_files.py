@@ -12,14 +12,14 @@ MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class RefusedFileError(OSError):
-    """A file or folder that others could have written, that is not a regular file, or that is too large."""
+    """A file or folder that others could have written, or a file that is not regular or too large."""
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, for this user alone.
+    """Make a folder, and missing ones above it, accessible only to this user.
 
     Raises:
-        OSError: that cannot be done.
+        OSError: that is not possible.
     """
     for each in (*reversed(folder.parents), folder):
         if not each.exists():
@@ -27,10 +27,10 @@ def make_private_folder(folder: Path) -> None:
 
 
 def check_private_folder(folder: Path) -> None:
-    """Check that nobody but this user and root can put files into a folder, or another folder in its place. One that is missing is private.
+    """Check that only this user and root can put files into a folder, or replace the folder. A missing one is private.
 
     Raises:
-        RefusedFileError: names the folder, who can, and what to do.
+        RefusedFileError: names the folder, who can write to it, and what to do.
     """
     folder = Path(os.path.realpath(folder))
     for each in (folder, *folder.parents):
@@ -47,10 +47,10 @@ def check_private_folder(folder: Path) -> None:
 
 
 def read_file(path: Path, most_bytes: int, *, is_private: bool = False) -> bytes:
-    """The content of a file of anybody's, or of what a link leads to. A pipe or a device is not waited for.
+    """The content of a file, following links. Never blocks on a pipe or a device.
 
     Args:
-        is_private: take only what nobody else can have written, and no link.
+        is_private: refuse links and files that others can write.
 
     Raises:
         RefusedFileError: it is not a file, it is larger than `most_bytes`, or others can write it.
@@ -68,16 +68,16 @@ def read_file(path: Path, most_bytes: int, *, is_private: bool = False) -> bytes
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(most_bytes + 1)
     finally:
-        os.close(descriptor)  # `open` leaves that of a folder open
+        os.close(descriptor)  # `open` does not close the descriptor of a folder
 
 
 def _is_own_group(info: os.stat_result) -> bool:
-    """Whether others than the owner cannot write: the group has this user's name and no other members, as where each user has a group."""
+    """Whether the file's group consists of only this user: it has the user's name and no other members."""
     if info.st_mode & stat.S_IWOTH or info.st_uid != os.geteuid():
         return False
     try:
         group, user = grp.getgrgid(info.st_gid), pwd.getpwuid(os.geteuid())
-    except KeyError:  # a number without a name
+    except KeyError:  # an id without a name
         return False
     return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
 

@@ -10,9 +10,9 @@ OFF = ("0", "false", "no", "off")
 
 
 def path_of_variable(name: str, default: Path) -> Path | None:
-    """The path that an environment variable names; None if it is a word for off, or "none"; `default` if it is unset or a word for on.
+    """The path that an environment variable names; None if it is "none" or a word for off; `default` if it is unset or a word for on.
 
-    A file or folder of such a name is meant by ./off.
+    To name a file or folder called "off", write ./off.
     """
     text = os.environ.get(name, "").strip()
     if text.lower() in (*OFF, "none"):

@@ -25,12 +25,10 @@ class ForwardMode(enum.Enum):
     DECODE = "decode"
     MIXED = "mixed"
     IDLE = "idle"
-    TARGET_VERIFY = "target_verify"
-    DRAFT_EXTEND = "draft_extend"
 
 
 class GroupTable(NamedTuple):
-    """Where a group of layers has the step's tokens: slots [T] int64, page_table [R, max_pages] int32 and its mirror on the host."""
+    """A layer group's view of the step's tokens: slots [T] int64, page_table [R, max_pages] int32 and its copy on the host."""
 
     slots: Tensor
     page_table: Tensor
@@ -41,15 +39,15 @@ class GroupTable(NamedTuple):
 class Batch:
     """R requests in one row of T tokens; rows from `num_tokens` on are padding.
 
-    Device tensors: input_ids, positions, slots [T] int64; page_table [R, max_pages] int32; seq_lens (tokens in cache after
-    this step), query_lens (new tokens), state_slots (0: none), request_lens (all tokens, those of later steps included) [R] int32;
+    Device tensors: input_ids, positions, slots [T] int64; page_table [R, max_pages] int32; seq_lens (tokens in the cache after
+    this step), query_lens (new tokens), state_slots (0: none), request_lens (all tokens, including those of later steps) [R] int32;
     query_start [R + 1] int32 (exclusive prefix sum of query_lens);
     logits_rows [N] int64, the rows whose logits are wanted; the first `num_logits` are real, the rest padding.
     A slot is `page * page_size + offset`; padding writes to slot 0, in the reserved page 0.
     page_table_host mirrors the columns of page_table that this step fills, if the batch was built by `build`; do not write to it.
     lora_slots [T] and lora_logits_slots [N] int32: the adapter of each row and of each logits row, or -1; only if the graph has adapters.
     checkpoints: by request index, the recurrent states to keep partway through the step.
-    groups: for a pool with groups of layers, each group's slots and tables; the first group's are the batch's too. A table has page 0 where
+    groups: for a pool with groups of layers, each group's slots and tables; the first group's are also the batch's own. A table has 0 where
     a page was freed because no query of the step sees its tokens.
     The last `num_dummies` requests are padding: token 0 at position 0 in slot 0, seq_len 1; `num_tokens` and `num_logits` count them.
     """
@@ -79,7 +77,7 @@ class Batch:
     groups: tuple[GroupTable, ...] = ()
 
     def of_group(self, index: int) -> Batch:
-        """The step as the layers of a group see it."""
+        """The step with the slots and tables of one layer group."""
         return replace(self, groups=(), **self.groups[index]._asdict())
 
     @property
@@ -105,19 +103,18 @@ class Batch:
         shape: StepShape | None = None,
         buffers: StepBuffers | None = None,
     ) -> Batch:
-        """Lay the requests out in order. All tensors go to a GPU in one copy, which nothing waits for.
+        """Lay the requests out in order. All tensors go to a GPU in one copy, for which the host does not wait.
 
         Args:
-            device: of the tensors; with buffers, it is theirs.
+            device: where the tensors go; ignored with `buffers`, which have their own.
             shape: pad to this; by default to MIN_ROWS rows and logits. With `shape.requests` every request must be a decode step
-                with one logit, dummies follow, and the batch decodes, even if it is dummies only.
+                with one logit, dummies follow, and the mode is DECODE even if there are only dummies.
             buffers: memory for the tensors, at addresses that depend only on the shape; the previous batch is overwritten.
-                With `shape.requests` page tables are rows of `buffers.page_tables`, all their columns.
+                With `shape.requests` page tables are rows of `buffers.page_tables` with all their columns.
 
         Raises:
-            ValueError: a request without tokens, with too few pages, with page 0, with a negative `num_cached`, or that wants more
-                logits than it has tokens; tokens or pages that are not integers; a shape or buffers too small, or no decode steps
-                where the shape asks for them.
+            ValueError: a request has no tokens, too few pages, page 0, a negative `num_cached`, or wants more logits than it has tokens;
+                tokens or pages are not integers; shape or buffers are too small; or the shape asks for decode steps and gets others.
         """
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; allowed are 1 and above, as the pool has")
@@ -129,7 +126,7 @@ class Batch:
         later = 0 if columns.lengths is None else columns.lengths - seq_lens
         if ((cached | (new - 1) | (counts - need) | logits | (new - logits) | later) < 0).any():
             _refuse(columns.rows(), page_size)
-        one_each = num_tokens == num_real == num_logits  # as each has one token at least, and no more logits than tokens
+        one_each = num_tokens == num_real == num_logits  # each request has at least one token, and no more logits than tokens
         if shape is None:
             shape = StepShape.smallest(num_tokens, num_logits)
         elif shape.requests is not None and not (one_each and cached.all()):
@@ -213,7 +210,7 @@ class Batch:
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments for the compiled model: `compiled(**batch.model_inputs())`.
 
-        input_ids and position_ids are [1, T] with T marked dynamic, so that every length shares one compile.
+        input_ids and position_ids are [1, T] with T marked dynamic, so that all lengths share one compilation.
         """
         from torch._dynamo import mark_dynamic
 
@@ -225,7 +222,7 @@ class Batch:
 
 
 def mode_of(cached: NDArray[np.int64], new: NDArray[np.int64]) -> ForwardMode:
-    """The mode of a step whose requests have so many cached and new tokens each."""
+    """The mode of a step, from each request's cached and new tokens."""
     decoding = int(np.count_nonzero((new == 1) & (cached > 0)))
     if not decoding:
         return ForwardMode.EXTEND if new.size else ForwardMode.IDLE
@@ -233,10 +230,10 @@ def mode_of(cached: NDArray[np.int64], new: NDArray[np.int64]) -> ForwardMode:
 
 
 def _refuse(requests: Sequence[BatchRequest], page_size: int) -> NoReturn:
-    """Raises ValueError for the first request that no batch may hold."""
+    """Raises ValueError for the first invalid request."""
     for index, request in enumerate(requests):
         _check(index, request, page_size)
-    raise AssertionError("a batch was refused whose requests are all right")
+    raise AssertionError("a batch was refused although all its requests are valid")
 
 
 def _refuse_extensions(requests: Sequence[BatchRequest], shape: StepShape) -> NoReturn:
@@ -248,7 +245,7 @@ def _refuse_extensions(requests: Sequence[BatchRequest], shape: StepShape) -> No
                 f"{request.num_logits} logits, but {shape} takes decode steps: one new token after cached ones, and its logits; "
                 "give a shape without `requests`"
             )
-    raise AssertionError("a batch was refused whose requests all decode")
+    raise AssertionError("a batch was refused although all its requests decode")
 
 
 def _check(index: int, request: BatchRequest, page_size: int) -> None:

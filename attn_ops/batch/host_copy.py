@@ -10,14 +10,15 @@ from torch import Tensor
 
 
 def copy_to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
-    """Such a tensor there, for which the host does not wait.
+    """A tensor of these numbers on the device; the host does not wait for the copy.
 
-    A GPU reads pinned memory by itself. For more than 64 KB of other memory, a prompt's rows say, CUDA waits until the stream is empty.
+    A GPU reads pinned memory by itself. For unpinned memory, CUDA waits until the stream is empty if it copies more than 64 KB (such as a
+    prompt's rows).
     """
     host = torch.from_numpy(numbers)
     return (pinned(host) if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def pinned(host: Tensor) -> Tensor:
-    """A copy; of a fake tensor, too, which has no `pin_memory`."""
+    """A pinned copy; unlike `pin_memory`, this also works for fake tensors."""
     return torch.empty_like(host, pin_memory=True).copy_(host)

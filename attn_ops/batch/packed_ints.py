@@ -16,27 +16,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-ALIGNMENT = 128  # bytes; kernels that load by 16 bytes, or through TMA, may take any field
+ALIGNMENT = 128  # bytes, so that any field suits kernels that load 16 bytes at a time or through TMA
 _WORDS = ALIGNMENT // 8
 _PLAIN = frozenset({list, tuple, bytes, range})
 _ARRAYS, _TYPECODE = frozenset({array}), attrgetter("typecode")
 
 
 class IntBuffer:
-    """Device memory [size] int64 that one `PackedInts` after another is copied to.
+    """Device memory [size] int64 that `PackedInts` are copied to, each over the one before.
 
-    The views of the latest layouts are kept: to make a step's views takes longer than to copy what they show.
+    The views of the latest layouts are cached, because making a step's views takes longer than copying its data.
     """
 
     KEPT = 256
 
     def __init__(self, size: int, device: torch.device | str) -> None:
-        with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside of it
+        with torch.inference_mode(False):  # outside inference mode, tensors made in it cannot be written
             self.ints = torch.zeros(size, dtype=torch.int64, device=device)
         self._views: dict[_Layout, tuple[Tensor, list[Tensor]]] = {}
 
     def copy_from(self, host: Tensor, layout: _Layout) -> list[Tensor]:
-        """Copy `host` [layout.size] int64 to the start, without waiting; every field as a tensor."""
+        """Copy `host` [layout.size] int64 to the start, without waiting; returns every field as a tensor."""
         if layout not in self._views:
             if len(self._views) == self.KEPT:
                 self._views.clear()
@@ -48,15 +48,15 @@ class IntBuffer:
 
 
 class PackedInts:
-    """Zeroed int64 fields and int32 fields, pinned where the device is a GPU, so that the copy waits for nothing.
+    """Zeroed int64 fields and int32 fields, pinned if the device is a GPU, so that copying does not wait.
 
     Fill `host`, numpy arrays [size] in the order of the sizes, int64 first; then call `to_device` once.
 
     Args:
         int64, int32: size of each field; every field starts at a multiple of ALIGNMENT bytes.
-        device: where `to_device` makes a buffer, unless there is one already.
-        into: a buffer of at least `words` of these sizes, whose beginning gets the fields; its device is used.
-        room: an int32 field takes the place of this many integers at least, so that smaller sizes do not move the next one.
+        device: where `to_device` allocates a buffer; unused with `into`.
+        into: a buffer of at least `words` integers, whose beginning gets the fields; its device is used.
+        room: the least number of integers reserved for an int32 field, so that smaller sizes do not move the next one.
     """
 
     def __init__(
@@ -75,20 +75,20 @@ class PackedInts:
 
 
 def words(int64: Sequence[int], int32: Sequence[int], room: int = 0) -> int:
-    """How many int64 the buffer of a `PackedInts` has."""
+    """The size of a `PackedInts` buffer in int64."""
     return _layout(tuple(int64), tuple(int32), room).size
 
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """Where the fields lie, in integers of their own width, and the buffer's size in int64."""
+    """The fields' slices, in integers of their own width, and the buffer's size in int64."""
 
     wide: list[slice]
     narrow: list[slice]
     size: int
 
     def views(self, memory: Any, int32: Any) -> list[Any]:
-        """The fields of int64 memory, an array or a tensor, with its type for int32."""
+        """The fields of int64 memory, an array or a tensor; `int32` is its library's type."""
         halved = memory.view(int32)
         return [*[memory[span] for span in self.wide], *[halved[span] for span in self.narrow]]
 
@@ -101,7 +101,7 @@ def _layout(int64: tuple[int, ...], int32: tuple[int, ...], room: int) -> _Layou
 
 
 def _spans(sizes: Sequence[int], start: int, unit: int, room: int) -> tuple[list[slice], int]:
-    """Where fields lie that begin at multiples of `unit` from `start` on, and where the last one's room ends."""
+    """Slices of fields that begin at multiples of `unit` from `start` on, and where the last field's room ends."""
     spans = []
     for size in sizes:
         spans.append(slice(start, start + size))
@@ -111,10 +111,10 @@ def _spans(sizes: Sequence[int], start: int, unit: int, room: int) -> tuple[list
 
 
 def write_joined(target: NDArray[Any], rows: Sequence[Sequence[int]], what: str) -> None:
-    """Write rows of integers (lists, tuples, ranges, bytes, arrays) to `target`, int32 or int64 [all their elements], one after another.
+    """Write rows of integers (lists, tuples, ranges, bytes, arrays) one after another to `target`, int32 or int64 [sum of their lengths].
 
     Raises:
-        ValueError: something that is not an integer, or does not fit; the message names its row.
+        ValueError: something is not an integer or does not fit; the message names its row.
     """
     try:
         if _PLAIN.issuperset(map(type, rows)):
@@ -126,10 +126,10 @@ def write_joined(target: NDArray[Any], rows: Sequence[Sequence[int]], what: str)
 
 
 def write_table(target: NDArray[Any], rows: Sequence[Sequence[int]], what: str) -> None:
-    """Write such rows to the rows of `target` [rows, longest], contiguous; what lies past a row's end becomes 0.
+    """Write rows of integers to the rows of `target` [rows, longest], contiguous; the rest of each row becomes 0.
 
     Raises:
-        ValueError: as `write_joined`.
+        ValueError: see `write_joined`.
     """
     try:
         lengths, code, room = list(map(len, rows)), target.dtype.char, target.shape[1]
@@ -138,7 +138,7 @@ def write_table(target: NDArray[Any], rows: Sequence[Sequence[int]], what: str) 
             rest = {length: zeros[length * target.itemsize :] for length in set(lengths)}
             pieces: Iterable[Any] = chain.from_iterable(zip(rows, map(rest.__getitem__, lengths), strict=True))
             target[:] = np.frombuffer(b"".join(pieces), target.dtype).reshape(target.shape)
-        elif _PLAIN.issuperset(map(type, rows)):  # faster than numpy, which takes 20 ns for an int of a list
+        elif _PLAIN.issuperset(map(type, rows)):  # faster than numpy, which takes 20 ns for each int in a list
             pack = {length: _packer(length, code, room).pack for length in set(lengths)}
             packed = b"".join([pack[length](*row) for length, row in zip(lengths, rows, strict=True)])
             target[:] = np.frombuffer(packed, target.dtype).reshape(target.shape)
@@ -152,7 +152,7 @@ def write_table(target: NDArray[Any], rows: Sequence[Sequence[int]], what: str) 
 
 @lru_cache(maxsize=4096)
 def _packer(count: int, code: str, room: int) -> struct.Struct:
-    """`count` integers, then zeros for `room - count` more."""
+    """`count` integers, then `room - count` zeros."""
     return struct.Struct(f"{count}{code}{(room - count) * struct.calcsize(code)}x")
 
 
@@ -172,4 +172,4 @@ def _refusal(rows: Sequence[Sequence[int]], dtype: np.dtype[Any], what: str) -> 
                 struct.pack(dtype.char, value)
             except (struct.error, TypeError):
                 return f"the {what} of request {index} must be integers of {8 * dtype.itemsize} bits; got {value!r}"
-    raise AssertionError("a row was refused whose values all fit")
+    raise AssertionError("a row was refused although all its values fit")

@@ -13,9 +13,9 @@ from paged_attn.attn_ops.batch.host_copy import copy_to_device
 
 
 def part_of(batch: Batch, requests: Sequence[int]) -> tuple[Batch, Tensor]:
-    """A batch of these requests (by their places, ascending), and the rows [tokens] of `batch` that are its rows. It has no padding.
+    """A batch of these requests (by index, ascending) without padding, and which rows [tokens] of `batch` are its rows.
 
-    Host lengths are copied to the device, which nothing waits for.
+    The host does not wait while lengths are copied to the device.
     """
     device, new = batch.slots.device, [batch.query_lens_host[r] for r in requests]
     seq = [batch.seq_lens_host[r] for r in requests]
@@ -23,7 +23,7 @@ def part_of(batch: Batch, requests: Sequence[int]) -> tuple[Batch, Tensor]:
     rows = np.concatenate([np.arange(starts[r], starts[r] + count) for r, count in zip(requests, new, strict=True)])
     at = copy_to_device(rows, device)
     which = copy_to_device(np.array(requests, dtype=np.int64), device)
-    lengths = np.zeros((3, -(-(len(seq) + 1) // 4) * 4), np.int32)  # rows begin at multiples of 16 bytes, of which kernels make use
+    lengths = np.zeros((3, -(-(len(seq) + 1) // 4) * 4), np.int32)  # rows begin at multiples of 16 bytes, which kernels rely on
     lengths[0, : len(seq)], lengths[1, : len(seq)], lengths[2, : len(seq) + 1] = seq, new, list(itertools.accumulate(new, initial=0))
     on_device = copy_to_device(lengths, device)
     host, kept = batch.page_table_host, batch.checkpoints

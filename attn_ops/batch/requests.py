@@ -15,7 +15,7 @@ from paged_attn.attn_ops.batch.packed_ints import write_joined, write_table
 
 
 class StateCheckpoint(NamedTuple):
-    """A state to keep on the way: that after so many of a request's new tokens, at least 1 and not all, goes to this slot, too."""
+    """A state to keep: also copy the state after this many of a request's new tokens (at least 1, not all) to this slot."""
 
     tokens: int
     slot: int
@@ -25,14 +25,14 @@ class BatchRequest(NamedTuple):
     """One request's share of a step.
 
     Attributes:
-        tokens: the new token ids, at least one; any sequence of integers, numpy arrays included.
-        pages: pages that hold its KV in order (likewise, and `array("i")` is fastest), enough for `num_cached + len(tokens)` tokens.
-        num_cached: tokens whose KV is in the pages already.
+        tokens: the new token ids, at least one; any sequence of integers, including numpy arrays.
+        pages: pages that hold its KV in order (any sequence; `array("i")` is fastest), enough for `num_cached + len(tokens)` tokens.
+        num_cached: tokens whose KV is already in the pages.
         num_logits: how many of the last tokens want logits (0 for a chunk that is not the prompt's last).
-        state_slot: of its recurrent state, for models that have one.
-        checkpoints: which of its states on the way are kept, ascending.
-        length: tokens that the request has now, those of later steps included; 0: none come later. Matters to models whose rotary
-            embedding follows the length of the call (longrope).
+        state_slot: the slot of its recurrent state, for models that have one.
+        checkpoints: states to keep partway through its tokens, ascending.
+        length: tokens that the request has in total, including those of later steps; 0: none come later. Matters to models whose rotary
+            embedding depends on the length of the call (longrope).
     """
 
     tokens: Sequence[int]
@@ -46,17 +46,17 @@ class BatchRequest(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestColumns:
-    """R BatchRequests as arrays, which is what a batch is made of: who has hundreds of requests keeps them so.
+    """R BatchRequests as arrays, from which batches are built; with hundreds of requests, keep them in this form.
 
     Args:
-        tokens: [sum(num_new)] int64, of one request after another.
+        tokens: [sum(num_new)] int64, one request after another.
         page_table: [R, width] int32, zeros past the `num_pages` of a row.
         num_pages, num_cached, num_new, num_logits, state_slots: [R] int64.
-        lora_slots: [R] int64, of each request its adapter or -1; None if none has any.
-        lengths: [R] int64, of each request its tokens now, those of later steps included; None: none come later.
-        checkpoints: by index, of those requests that have any.
-        group_tables: [groups - 1, R, width] int32, the page tables of the groups of layers after the first; None without groups. Where
-            there are any, `page_table` and these have 0 for pages that were given back, whose tokens no query of the step sees.
+        lora_slots: [R] int64, each request's adapter or -1; None if none has any.
+        lengths: [R] int64, each request's tokens in total, including those of later steps; None: none come later.
+        checkpoints: by index, for requests that have any.
+        group_tables: [groups - 1, R, width] int32, the page tables of the groups of layers after the first; None without groups. With
+            groups, `page_table` and these have 0 for freed pages, whose tokens no query of the step sees.
     """
 
     tokens: NDArray[np.int64]
@@ -73,11 +73,11 @@ class RequestColumns:
 
     @classmethod
     def of(cls, requests: Sequence[BatchRequest] | RequestColumns) -> RequestColumns:
-        """`requests` itself, if it is one.
+        """Returns `requests` itself if it is a RequestColumns already.
 
         Raises:
-            TypeError: something else than BatchRequests, or one whose tokens or pages are not sequences.
-            ValueError: something that is not an integer, or does not fit.
+            TypeError: something is not a BatchRequest, or its tokens or pages are not sequences.
+            ValueError: something is not an integer or does not fit.
         """
         if isinstance(requests, RequestColumns):
             return requests
@@ -97,7 +97,7 @@ class RequestColumns:
 
     @property
     def all_decode(self) -> bool:
-        """Whether each has one new token after cached ones, and wants its logits."""
+        """Whether each request has one new token after cached ones, and wants its logits."""
         return bool(len(self) and ((self.num_new == 1) & (self.num_logits == 1) & (self.num_cached > 0)).all())
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ class RequestColumns:
 
 
 def _integers(*rows: Sequence[Any]) -> NDArray[np.int64]:
-    """[rows, requests]; by struct, which refuses what is not an integer and takes a third of numpy's time."""
+    """[rows, requests]; packed by struct, which refuses anything but integers and takes a third of numpy's time."""
     try:
         packed = struct.pack(f"{len(rows) * len(rows[0])}q", *chain.from_iterable(rows))
     except struct.error:
@@ -132,7 +132,7 @@ def _integers(*rows: Sequence[Any]) -> NDArray[np.int64]:
 
 
 def _refuse_others(requests: Any) -> None:
-    """Raises TypeError for the first that is not a request; for tests of shapes that have failed already."""
+    """Raises TypeError for the first that is not a BatchRequest; called once converting the requests has failed."""
     if isinstance(requests, BatchRequest) or not isinstance(requests, Sequence):
         raise TypeError(f"the requests of a batch are a {type(requests).__name__}; allowed: a list of BatchRequest(tokens, pages, ...)")
     for index, request in enumerate(requests):

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import IntBuffer, PackedInts, words
 
-MIN_ROWS = 2  # torch specialises sizes 0 and 1, so a smaller step is padded to two rows
+MIN_ROWS = 2  # torch specializes sizes 0 and 1, so a smaller step is padded to two rows
 
 
 class StepShape(NamedTuple):
     """What a step is padded to.
 
     Attributes:
-        rows: T, padding included; at least MIN_ROWS and the step's tokens.
-        logits: N, padding included; at least MIN_ROWS and the logits that are wanted.
-        requests: decode only: pad with dummy requests up to this many; rows and logits are then the same number, which may be 1 for who
-            runs a graph that was made for more and holds for one, too.
+        rows: T, including padding; at least MIN_ROWS and the step's tokens.
+        logits: N, including padding; at least MIN_ROWS and the number of logits wanted.
+        requests: only for decode steps: pad with dummy requests to this many. Rows and logits are then the same number, which may be 1 if
+            the graph that runs was captured for more and is also valid for one.
     """
 
     rows: int
@@ -33,7 +33,7 @@ class StepShape(NamedTuple):
         return cls(max(MIN_ROWS, num_tokens), max(MIN_ROWS, num_logits))
 
     def check(self, num_tokens: int, num_logits: int, num_requests: int) -> None:
-        """Raises ValueError: the shape contradicts itself, or is too small for that step."""
+        """Raises ValueError if the shape contradicts itself or is too small for the step."""
         if self.requests is not None and not self.rows == self.logits == self.requests:
             raise ValueError(f"a step that is padded with dummy requests has as many rows and logits as requests; got {self}")
         least = MIN_ROWS if self.requests is None else 1
@@ -47,23 +47,23 @@ class StepShape(NamedTuple):
 
 
 class StepBuffers:
-    """Device memory of steps, whose addresses captured graphs keep. A step overwrites the one before.
+    """Device memory for steps, at addresses that captured graphs keep. Each step overwrites the one before.
 
-    Use it on one stream, the one that runs the graphs: nothing else orders the copies after the work that reads them.
-    Every field lies where the step's shape alone puts it; the page tables of a step with dummies are rows of `page_tables`.
+    Use it only on the stream that runs the graphs: nothing else orders the copies after the work that reads them.
+    A field's place depends only on the step's shape; the page tables of a step with dummies are rows of `page_tables`.
 
     Attributes:
-        page_tables: of each group of layers [max_requests, max_pages] int32. Columns past those of a step hold pages of earlier steps.
+        page_tables: for each group of layers [max_requests, max_pages] int32. Columns past those of a step hold pages of earlier steps.
         nbytes: of device memory, all together.
 
     Args:
         max_rows, max_logits: the largest `StepShape.rows` and `.logits`.
-        max_requests: of a step, dummies included.
-        max_pages: of a request.
-        num_groups: of layers with page tables of their own.
+        max_requests: per step, including dummies.
+        max_pages: per request.
+        num_groups: groups of layers with their own page tables.
 
     Raises:
-        ValueError: a size below 1, or fewer rows or logits than MIN_ROWS.
+        ValueError: a size is below 1, or rows or logits are below MIN_ROWS.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class StepBuffers:
         self._room, self.num_groups = max_requests + 1, num_groups
         size = words(*fields(StepShape(max_rows, max_logits), max_requests, max_pages, num_groups), room=self._room)
         self._ints = IntBuffer(size, device)
-        with torch.inference_mode(False):  # as IntBuffer
+        with torch.inference_mode(False):  # see IntBuffer
             self.page_tables = [torch.zeros(max_requests, max_pages, dtype=torch.int32, device=device) for _ in range(num_groups)]
         self._corners = [_corners(table) for table in self.page_tables]
 
@@ -89,7 +89,7 @@ class StepBuffers:
         """Host memory for a step with a page table [num_requests, num_pages], to be copied to these buffers.
 
         Raises:
-            ValueError: it does not fit.
+            ValueError: the step does not fit.
         """
         for what, got, allowed in (
             ("rows", shape.rows, self.max_rows),
@@ -106,14 +106,14 @@ class StepBuffers:
         return PackedInts(*fields(shape, num_requests, num_pages, self.num_groups), into=self._ints, room=self._room)
 
     def place_table(self, table: Tensor, group: int = 0) -> Tensor:
-        """Copy `table` [R, width] into the corner of a group's page table, on the device, and return its first R rows."""
+        """Copy `table` [R, width] on the device into the top left corner of a group's page table, and return that table's first R rows."""
         rows, corner = self._corners[group](*table.shape)
         corner.copy_(table)
         return rows
 
 
 def _corners(table: Tensor) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-    """The first rows of a table, and of these the first columns, as views that are kept: see `IntBuffer`."""
+    """A function that returns a table's first rows, and the first columns of those, as cached views (see `IntBuffer`)."""
 
     @lru_cache(maxsize=IntBuffer.KEPT)
     def corner(num_rows: int, width: int) -> tuple[Tensor, Tensor]:
@@ -126,8 +126,7 @@ def _corners(table: Tensor) -> Callable[[int, int], tuple[Tensor, Tensor]]:
 
 def fields(shape: StepShape, num_requests: int, num_pages: int, num_groups: int = 1) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes of a step's int64 fields (input_ids, positions, logits_rows, slots of each group) and int32 fields (seq_lens,
-    query_lens, query_start, state_slots, request_lens, page_table of each group). Tables come last: their width changes from step to
-    step."""
+    query_lens, query_start, state_slots, request_lens, page_table of each group). Tables come last because their width varies."""
     lengths = (num_requests, num_requests, num_requests + 1, num_requests, num_requests)
     wide = (shape.rows, shape.rows, shape.logits, *(shape.rows,) * num_groups)
     return wide, (*lengths, *(num_requests * num_pages,) * num_groups)

@@ -11,20 +11,21 @@ from paged_attn.attn_ops.kv.page_allocator import PageAllocator
 
 
 class GroupedAllocator(PageAllocator):
-    """Hands out pages, ids that requests and the prefix cache hold as ever, each with a frame (a page of the `KVPool`) in every group.
+    """Hands out pages, the ids that requests and the prefix cache hold, each with a frame (a page of the `KVPool`) in every group.
 
-    What a group needs no more of a page it gives back: `give_back` unmaps that frame, for any page of any group, and the page lives on.
+    Once a group no longer needs a page's tokens, `give_back` unmaps the page's frame in that group, for any page and group; the page itself
+    stays allocated.
     `num_free` and `num_usable` count pages with all their frames. Page 0 and frame 0 are reserved.
 
     Args:
-        num_frames: pages of the pool, frame 0 included.
+        num_frames: pages of the pool, including frame 0.
         page_size: tokens of a page, and of a frame.
         num_groups: frames of a new page.
-        num_pages: ids, page 0 included; as many as frames where some group gives nothing back.
+        num_pages: ids, including page 0; equal to `num_frames` if some group gives nothing back.
 
     Attributes:
-        frames: [num_groups, num_pages] int32, 0 where a page has none; in_use: [num_groups] how many there are of each group. Both are to
-            be read only.
+        frames: [num_groups, num_pages] int32, 0 where a page has none; read only.
+        in_use: [num_groups], how many frames each group uses; read only.
     """
 
     def __init__(self, num_frames: int, page_size: int, num_groups: int, num_pages: int | None = None) -> None:
@@ -44,12 +45,12 @@ class GroupedAllocator(PageAllocator):
 
     @property
     def num_free_ids(self) -> int:
-        """Pages that could be handed out if there were frames for them."""
+        """Ids of pages that could be handed out if there were frames for them."""
         return len(self._free)
 
     @property
     def num_free_frames(self) -> int:
-        """Frames that no page is mapped to."""
+        """Frames to which no page is mapped."""
         return len(self._free_frames)
 
     def allocate(self, n: int) -> list[int]:
@@ -67,7 +68,7 @@ class GroupedAllocator(PageAllocator):
         self.give_back(pages, range(self.num_groups))
 
     def give_back(self, pages: Sequence[int] | NDArray[np.int64], groups: Sequence[int]) -> None:
-        """Unmap the frames that these pages, all different, have in these groups."""
+        """Unmap the frames of these pages, which must be distinct, in these groups."""
         at = np.ix_(np.asarray(groups, np.int64), np.asarray(pages, np.int64))
         frames = self.frames[at]
         self._free_frames += frames[frames > 0][::-1].tolist()
@@ -75,7 +76,7 @@ class GroupedAllocator(PageAllocator):
         self.frames[at] = 0
 
     def fill_up(self, page: int, source: int) -> None:
-        """Let a page have the frames of `source`, which holds the same tokens, in those groups in which it has none."""
+        """Where a page has no frame, give it that of `source`, which holds the same tokens."""
         lacking = self.frames[:, page] == 0
         self.frames[lacking, page] = self.frames[lacking, source]
         self.frames[lacking, source] = 0

@@ -16,20 +16,20 @@ from paged_attn.attn_ops.specs.latent import LatentSpec
 class KVPool:
     """`num_pages` pages of `page_size` tokens for every layer that owns KV; page 0 is reserved for padded rows.
 
-    A page holds, for each such layer, K [page_size, kv_heads, qk_head_dim] and then V [page_size, kv_heads, v_head_dim]; for a layer with a
-    latent one row per token [page_size, 1, qk_head_dim], whose first v_head_dim elements are `value(i)`.
+    For each such layer, a page holds K [page_size, kv_heads, qk_head_dim] and then V [page_size, kv_heads, v_head_dim]; for a layer with a
+    latent, only one row per token [page_size, 1, qk_head_dim], whose first v_head_dim elements are `value(i)`.
     `key(i)` and `value(i)` are views [num_pages, page_size, kv_heads, head_dim] with the page stride of the whole allocation.
-    With groups of layers a page holds the layers of one group, so layers of different groups use the same bytes of different pages.
+    With groups of layers a page holds the layers of one group, so layers of different groups use the same bytes in different pages.
 
     Args:
         layers: one spec per attention layer, in layer-id order; none for a model with only recurrent layers, whose pages hold nothing.
-        num_pages: page 0 included, so that `num_pages - 1` are usable.
+        num_pages: including page 0, so that `num_pages - 1` are usable.
         dtype: KV element type; usually the model's.
-        groups: layers with page tables of their own (`group_layers`); none: one table for all.
+        groups: groups of layers with their own page tables (`group_layers`); empty: one table for all layers.
         within: a pool whose memory and pages this one shares, for some of its layers.
 
     Attributes:
-        parts: for each group, a pool with only its layers, numbered from 0, in the same memory.
+        parts: for each group, a pool of only its layers, numbered from 0, in the same memory.
 
     Raises:
         ValueError: fewer than two pages, a page size below 1, or a layer that shares KV it cannot read.
@@ -61,7 +61,7 @@ class KVPool:
         self._divide()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Views are recreated: a copy of each would hold all of the memory, and none would be that of the others."""
+        """Leaves the views out; they are recreated, because copies of them would each hold all memory and no longer share it."""
         return {name: value for name, value in vars(self).items() if name not in ("parts", "_keys", "_values")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -69,7 +69,7 @@ class KVPool:
         self._divide()
 
     def _divide(self) -> None:
-        """What lies where in the memory."""
+        """Makes the views of the memory."""
         about = self.num_pages, self.page_size, self.dtype, self.device
         self.parts = tuple(KVPool(group.specs(self.layers), *about, within=self) for group in self.groups)
         if self.groups:

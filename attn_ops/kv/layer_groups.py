@@ -15,7 +15,7 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 
 MOST_GROUPS = 8  # each group costs a page table, and a plan in every step
-LENGTH = 16_384  # tokens of the request that groups are chosen for, where the model takes that many
+LENGTH = 16_384  # tokens of the request for which groups are chosen, unless the model's limit is lower
 WORTH_IT = 0.9  # groups must take at most this share of the bytes of a single group
 
 Position = TypeVar("Position", int, NDArray[np.int64], Tensor)
@@ -23,7 +23,7 @@ Position = TypeVar("Position", int, NDArray[np.int64], Tensor)
 
 @dataclass(frozen=True)
 class Retention:
-    """What a layer must keep: the last `window` tokens, those of the last `chunk`, both or, with neither, all."""
+    """What a layer must keep: the last `window` tokens, those of the last `chunk`, both conditions, or (with neither) all tokens."""
 
     window: int | None = None
     chunk: int | None = None
@@ -34,11 +34,11 @@ class Retention:
 
     @property
     def span(self) -> int:
-        """The most tokens that a query sees, where not all are kept."""
+        """The most tokens that a query sees, if not all are kept."""
         return min(each for each in (self.window, self.chunk) if each is not None)
 
     def first(self, position: Position) -> Position:
-        """The first token that queries at `position`, one or many, and after may see."""
+        """The first token that queries at `position` (one or many) and later may see."""
         limits = [position * 0]
         if self.window is not None:
             limits.append(position - (self.window - 1))
@@ -47,11 +47,11 @@ class Retention:
         return max(limits) if isinstance(position, int) else reduce(lambda one, other: one.clip(min=other), limits)
 
     def tokens(self, length: int, step: int = 1) -> int:
-        """How many of a request's `length` tokens are kept at most, while steps of `step` tokens are computed."""
+        """The most of a request's `length` tokens that are kept, if steps compute `step` tokens."""
         return length if self.keeps_all else min(length, self.span - 1 + step)
 
     def pages(self, length: int, page_size: int, step: int = 1) -> int:
-        """Pages that hold those, wherever in a page they begin."""
+        """The most pages that hold those, wherever in a page they begin."""
         all_pages = -(-length // page_size)
         return all_pages if self.keeps_all else min(all_pages, -(-self.tokens(length, step) // page_size) + 1)
 
@@ -63,7 +63,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers by their ids, ascending, with one page table, and what they keep."""
+    """Layers (ids, ascending) that share a page table, and what they keep."""
 
     layers: tuple[int, ...]
     keeps: Retention
@@ -73,17 +73,17 @@ class LayerGroup:
         return sum(specs[i].kv_elements for i in self.layers if specs[i].kv_layer == i)
 
     def specs(self, specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
-        """The specs of the group, in its order, with `kv_layer` counted in it."""
+        """The specs of the group in order, with `kv_layer` as an index into the group."""
         place = {layer: index for index, layer in enumerate(self.layers)}
         return tuple(replace(specs[i], kv_layer=place[specs[i].kv_layer]) for i in self.layers)
 
 
 def group_layers(specs: Sequence[AttentionSpec], longest: int | None, page_size: int) -> tuple[LayerGroup, ...]:
-    """The groups in which a request of `longest` tokens (None: no limit), up to LENGTH, takes the fewest bytes; of such as are equal the
-    fewest. None, an empty tuple, where that does not save a tenth: then all layers share a table and keep all tokens.
+    """The groups with which a request of `longest` tokens (None: no limit), up to LENGTH, takes the fewest bytes; on ties, the fewest
+    groups. Empty if that saves less than a tenth: then all layers share a table and keep all tokens.
 
-    Every group's page takes the bytes of the largest one, so that any page of the pool is fit for any group. Layers of one retention are
-    dealt out over groups of such a size in their order. Models with latents, recomputed or bidirectional layers have no groups.
+    Every group's page takes as many bytes as the largest group's, so that any page of the pool suits any group. Layers with the same
+    retention are distributed in order over groups of that size. Models with latents, recomputed or bidirectional layers have no groups.
     """
     if not all(spec.by_backend and spec.causal and not isinstance(spec, LatentSpec) for spec in specs):
         return ()
@@ -101,13 +101,13 @@ def group_layers(specs: Sequence[AttentionSpec], longest: int | None, page_size:
 
 
 def page_bytes_ratio(specs: Sequence[AttentionSpec], groups: Sequence[LayerGroup]) -> tuple[int, int]:
-    """Elements of a token in all layers, and in the largest group: as many pages of a group take the bytes of one page of all."""
+    """Elements of a token in all layers and in the largest group: the ratio of page sizes without and with groups."""
     everything = sum(spec.kv_elements for i, spec in enumerate(specs) if spec.kv_layer == i)
     return everything, max((group.elements(specs) for group in groups), default=everything)
 
 
 def _by_retention(specs: Sequence[AttentionSpec]) -> dict[Retention, list[list[int]]]:
-    """Layers by what they keep; a layer and those that read its KV are a family, which keeps what any of them needs."""
+    """Families of layers by what they keep. A family is a layer and those that read its KV; it keeps what any of them needs."""
     families: dict[int, list[int]] = {}
     for index, spec in enumerate(specs):
         families.setdefault(spec.kv_layer, []).append(index)
@@ -124,12 +124,12 @@ def _widest(specs: Sequence[AttentionSpec]) -> Retention:
 
 
 def _size(specs: Sequence[AttentionSpec], families: Sequence[list[int]], parts: int) -> int:
-    """Elements of a token in the first of `parts` equal parts of some layers."""
+    """Elements of a token in the largest of `parts` equal parts of some layers."""
     return sum(specs[family[0]].kv_elements for family in families[: -(-len(families) // parts)])
 
 
 def _packed(specs: Sequence[AttentionSpec], keeps: Retention, families: Sequence[list[int]], size: int) -> list[LayerGroup]:
-    """In as few groups as take the layers in their order, a layer more than `size` alone; as even as that many can be."""
+    """As few groups as hold the layers in order, of at most `size` or one layer each, and as even as possible."""
     filled: list[list[int]] = []
     left = 0
     for family in families:

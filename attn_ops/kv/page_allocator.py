@@ -17,7 +17,7 @@ class OutOfPages(RuntimeError):
     """
 
     def __init__(self, needed: int, free: int) -> None:
-        # Both go to args, so that the exception survives pickling between processes.
+        # All of this goes to args, so that the exception survives pickling between processes.
         super().__init__(needed, free)
         self.needed = needed
         self.free = free
@@ -35,7 +35,7 @@ class PageAllocator:
     Every operation on n pages is O(n). Not thread-safe: one scheduler owns it.
 
     Args:
-        num_pages: pages in the pool, the reserved page 0 included; at least 2.
+        num_pages: pages in the pool, including the reserved page 0; at least 2.
         page_size: tokens per page; at least 1.
 
     Raises:
@@ -49,7 +49,7 @@ class PageAllocator:
             raise ValueError(f"page_size is {page_size}, but must be at least 1; powers of two such as 16 are usual")
         self.num_pages = num_pages
         self.page_size = page_size
-        # A stack whose top is the end: fresh pages come out as 1, 2, 3, ..., and the last freed are reused first.
+        # A stack whose top is the end: fresh pages are handed out as 1, 2, 3, ..., and the last freed are reused first.
         self._free = list(range(num_pages - 1, 0, -1))
         self._allocated = bytearray(num_pages)
 
@@ -88,7 +88,7 @@ class PageAllocator:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, n: int) -> list[int]:
-        """Takes `n` pages out of the free list: all of them or none.
+        """Takes `n` pages from the free list: all of them or none.
 
         Raises:
             OutOfPages: fewer than `n` pages are free.

@@ -13,8 +13,8 @@ from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, slot_bytes
 class StatePool:
     """`num_slots` slots of state for every recurrent layer; slot 0 is reserved for padding and requests without state.
 
-    `states(i)` are the tensors of layer i in the order of its spec, each [num_slots, *shape]. A slot is not cleared when it changes hands:
-    a request without cached tokens starts from the module's own fresh state, and its first step writes all of the slot.
+    `states(i)` are the tensors of layer i in the order of its spec, each [num_slots, *shape]. A slot is not cleared when it is reused: a
+    request without cached tokens starts from the module's own fresh state, and its first step writes the whole slot.
 
     Raises:
         ValueError: fewer than two slots.
@@ -38,17 +38,17 @@ class StatePool:
         return [state for states in self._states for state in states]
 
     def release(self) -> None:
-        """Give the memory back, whoever still has views of it; nobody may touch them afterwards."""
+        """Free the memory even if views of it remain; they must not be used afterwards."""
         for state in self.tensors:
             state.untyped_storage().resize_(0)
 
     def copy(self, source: int, target: int) -> None:
-        """Make slot `target` hold what slot `source` holds, in every layer."""
+        """Copy slot `source` to slot `target` in every layer."""
         for state in self.tensors:
             state[target].copy_(state[source])
 
     def fill(self, value: float, slot: int | None = None) -> None:
-        """Set one slot, or all of them, to a number (NaN shows who reads what it must not; among integers it is the largest)."""
+        """Set one slot, or all of them, to a number. NaN (for integers: the largest) reveals code that reads a slot it must not."""
         for state in self.tensors:
             number = value if state.is_floating_point() or value == value else torch.iinfo(state.dtype).max
             (state if slot is None else state[slot]).fill_(number)
@@ -66,7 +66,7 @@ class SlotAllocator:
     """Hands out slots 1 to `num_slots - 1`: the last freed first, fresh ones from 1 on.
 
     Raises:
-        ValueError: none is free, or one is freed that nobody holds.
+        ValueError: no slot is free, or one is freed that is not held.
     """
 
     def __init__(self, num_slots: int) -> None:

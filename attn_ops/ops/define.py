@@ -18,13 +18,13 @@ _bodies: dict[OpOverload, Callable[..., Any]] = {}
 
 
 def _writes_only(*_: Any, **__: Any) -> None:
-    """What tracing needs to know: nothing is returned."""
+    """The fake of an op that returns nothing."""
 
 
 def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any] = _writes_only) -> OpOverload:
     """Register `run` under a schema such as "name(Tensor x, Tensor(a!) output) -> ()"; `fake` makes results of the right shape.
 
-    Returns the overload, to be bound once: it is the op's identity for splitting, and looking it up costs time in every call.
+    Returns the overload, which identifies the op when graphs are split. Keep it: looking it up takes time in every call.
     """
     name = schema.split("(")[0]
     _library.define(schema)
@@ -37,34 +37,34 @@ def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any] = _
 
 
 def body_of(op: OpOverload) -> Callable[..., Any]:
-    """What an op of ours runs on real tensors: called itself, it runs on fake ones, too."""
+    """What our op runs on real tensors; called directly, it also runs on fake ones."""
     return _bodies[op]
 
 
 class BodiesOnFakes(TorchDispatchMode):
-    """Inside, entered after a FakeTensorMode, ops of ours run on fake tensors what they run on real ones."""
+    """Inside, if entered after a FakeTensorMode, our ops run their real bodies on fake tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         return _bodies.get(func, func)(*args, **(kwargs or {}))
 
 
 class GpuKernel:
-    """What computes an op of tensors on a GPU, once `use` was told: so this room knows no backend."""
+    """The kernel that computes an op on a GPU. Backends pass it to `use`, so this room does not depend on them."""
 
     def __init__(self) -> None:
         self._kernel: Callable[..., Any] | None = None
 
     def use(self, kernel: Callable[..., Any]) -> None:
-        """From now on `kernel` is called with the op's arguments; for what it does not serve it returns None."""
+        """Call `kernel` with the op's arguments from now on; it returns None for arguments that it does not serve."""
         self._kernel = kernel
 
     def __call__(self, tensor: Tensor, *arguments: Any) -> Any:
-        """Its result; None for a tensor that lies elsewhere, and for what no kernel serves."""
+        """The kernel's result; None for a tensor that is not on a GPU, and for arguments that no kernel serves."""
         return self._kernel(tensor, *arguments) if self._kernel is not None and tensor.is_cuda else None
 
 
 def overloads_of(target: Any) -> tuple[OpOverload, ...]:
-    """What a node of this target may call: an overload itself, all overloads of a packet (Dynamo's `torch.ops.mylib.op`), nothing else."""
+    """What a node with this target may call: an overload itself, all overloads of a packet (Dynamo's `torch.ops.mylib.op`), or nothing."""
     if isinstance(target, OpOverloadPacket):
         return tuple(getattr(target, name) for name in target.overloads())
     return (target,) if isinstance(target, OpOverload) else ()

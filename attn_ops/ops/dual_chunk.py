@@ -17,7 +17,7 @@ from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 
 
 def _run(query: Tensor, successive: Tensor, inter: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_id: int) -> None:
-    """Three queries [T, q_heads, qk_dim] of each token, intra-chunk first, key [T, kv_heads, qk_dim], value [T, kv_heads, v_dim], any
+    """Three queries [T, q_heads, qk_dim] per token, intra-chunk first; key [T, kv_heads, qk_dim], value [T, kv_heads, v_dim], any
     strides; output [T, q_heads, v_dim]. Rows past the batch's real tokens are zeroed."""
     context = context_of("dual_chunk_attention_with_output", query.shape[0])
     spec = context.layers[layer_id] if 0 <= layer_id < len(context.layers) else None
@@ -30,13 +30,13 @@ def _run(query: Tensor, successive: Tensor, inter: Tensor, key: Tensor, value: T
         context.backend.forward(
             context.plan, layer_id, spec.parts[index], each, key, value, outputs[index], save_kv_cache=index == 0, lse_out=lse[index]
         )
-    # A part that a query sees no key of weighs exactly 0, so that a row does not depend on how many parts its step has.
+    # A part in which a query sees no key has weight exactly 0, so a row does not depend on how many parts its step has.
     weights = torch.softmax(lse, 0)[..., None]
     output.copy_(torch.where(weights > 0, outputs, 0).mul(weights).sum(0))
 
 
 def _parts_seen(context: ForwardContext, spec: DualChunkSpec) -> int:
-    """The most parts that a query of this step sees keys of. All in a decode step, which a captured graph may hold for any lengths."""
+    """How many parts have keys that some query of this step sees. All for a decode step, whose captured graph must hold for any lengths."""
     assert spec.chunk is not None
     if context.batch.mode is ForwardMode.DECODE:
         return 3

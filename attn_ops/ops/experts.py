@@ -20,7 +20,7 @@ _backends: Callable[[str], Experts] | None = None
 
 
 def use_experts(backends: Callable[[str], Experts]) -> None:
-    """From now on `backends` gives what computes the op under a name; ONE_BY_ONE needs nobody."""
+    """Set the function that returns a backend's implementation by name; ONE_BY_ONE does not need it."""
     global _backends
     _backends = backends
 
@@ -28,7 +28,7 @@ def use_experts(backends: Callable[[str], Experts]) -> None:
 def experts_one_by_one(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating
 ) -> Tensor:
-    """For each expert its tokens, in the weights' dtype; added up in float32. Waits for the device. Ids of no expert are left out."""
+    """Computes one expert after the other, in the weights' dtype; sums in float32. Waits for the device. Ignores ids of no expert."""
     order = ids.reshape(-1).sort(stable=True).indices
     counts = torch.bincount(ids.reshape(-1).clamp(0, w1.shape[0]), minlength=w1.shape[0] + 1).tolist()[: w1.shape[0]]
     rows, scale = order // ids.shape[1], weights.reshape(-1)[order].float()
@@ -45,7 +45,7 @@ def experts_one_by_one(
 
 
 def _first_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[n, 2 I] of a weight [2 I, H], or of gate and up apart, [2, I, H]."""
+    """[n, 2 I], from a weight [2 I, H], or [2, I, H] with gate and up separate."""
     if weight.dim() == 2:
         return torch.nn.functional.linear(rows, weight, bias)
     both = torch.cat([torch.nn.functional.linear(rows, half) for half in weight], -1)
@@ -67,9 +67,9 @@ def _fake(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-# x [T, H], ids [T, k] of experts, weights [T, k]; w1 [E, 2 I, H] (I without a gate), or [E, 2, I, H] where gate and up lie apart, and
-# w2 [E, H, I], of any strides; b1 [E, 2 I], b2 [E, H] -> [T, H] of x's dtype. What stands between the products: `Gating`. `backend` was
-# taken when the graph was made, so that the graph says what computes it.
+# x [T, H], ids [T, k] of experts, weights [T, k]; w1 [E, 2 I, H] (I without a gate), or [E, 2, I, H] with gate and up separate, and
+# w2 [E, H, I], of any strides; b1 [E, 2 I], b2 [E, H] -> [T, H] of x's dtype. `Gating` is computed between the products. `backend` is
+# chosen when the graph is made, so that the graph shows what computes it.
 EXPERTS = define_op(
     "experts(Tensor x, Tensor ids, Tensor weights, Tensor w1, Tensor w2, Tensor? b1, Tensor? b2, str activation, bool gated, "
     "bool interleaved, float limit, float alpha, float gate_softcap, float up_softcap, bool up_first, str backend) -> Tensor",

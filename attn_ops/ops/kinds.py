@@ -25,10 +25,10 @@ class OpKind:
     """What may be done with a graph that calls an op.
 
     Attributes:
-        splits: it runs between pieces, since it reads the forward context or cannot be captured.
-        in_full_graphs: it neither waits for the GPU nor takes a shape from data, so that it may be captured with a whole decode step.
-        on_disk: its arguments mean the same in every process, so that the graph cache may keep its graph. Indices of Python objects do not,
-            but for those of recurrent layers, which are found in each process and are part of the name that a graph is kept under.
+        splits: the op runs between pieces, because it reads the forward context or cannot be captured.
+        in_full_graphs: it neither waits for the GPU nor has a data-dependent shape, so it may be captured with a whole decode step.
+        on_disk: its arguments mean the same in every process, so the graph cache may store its graph. Indices of Python objects do not,
+            except those of recurrent layers, which are found in each process and are part of the stored graph's key.
     """
 
     op: OpOverload
@@ -42,7 +42,7 @@ KINDS = (
     OpKind(LATENT_ATTENTION, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(DUAL_CHUNK_ATTENTION, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(RECOMPUTE_ATTENTION, splits=True, in_full_graphs=False, on_disk=False),
-    OpKind(RECURRENT_LAYER, splits=True, in_full_graphs=True, on_disk=True),  # no full ones where a layer is not `in_graphs`
+    OpKind(RECURRENT_LAYER, splits=True, in_full_graphs=True, on_disk=True),  # no full graphs if a layer is not `in_graphs`
     OpKind(SHORT_CONV, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(GATED_DELTA_RULE, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(KDA, splits=True, in_full_graphs=True, on_disk=True),
@@ -58,5 +58,5 @@ KINDS = (
     OpKind(LORA, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(LORA_UP, splits=False, in_full_graphs=True, on_disk=True),
 )
-# Those of layers with recurrent state: a graph of these alone needs no attention to be served.
+# Ops of layers with recurrent state: a graph with only these can be served without attention.
 WITH_STATE = (RECURRENT_LAYER, SHORT_CONV, GATED_DELTA_RULE, KDA, MAMBA2_SCAN, MAMBA1_SCAN)

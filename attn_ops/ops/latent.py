@@ -18,10 +18,10 @@ from paged_attn.attn_ops.specs.latent import LatentSpec
 
 @dataclass(slots=True)
 class LatentCall:
-    """One layer of one step, as the op got it.
+    """The op's arguments for one layer of one step.
 
     query [T, heads, key_dim + rotated], latent [T, rank], rotated [T, rotated] or None, any strides; output [T, heads, value_dim];
-    weight_k and weight_v [rows, rank], perhaps one tensor: what `spec.keys` and `spec.values` say of them makes K and V.
+    weight_k and weight_v [rows, rank], possibly one tensor: `spec.keys` and `spec.values` say which rows make K and V.
     """
 
     layer_id: int

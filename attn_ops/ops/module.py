@@ -26,7 +26,7 @@ _ids = itertools.count()
 
 
 def register_module(module: nn.Module, call: Callable[[nn.Module, Sequence[Tensor]], Tensor]) -> int:
-    """A number under which graphs may call `call(module, inputs)`; it lives as long as the module, which is not kept alive."""
+    """A number by which graphs may call `call(module, inputs)`; valid while the module lives, which this does not keep alive."""
     number = next(_ids)
     _modules[number], _calls[number] = module, call
     weakref.finalize(module, _calls.pop, number, None)
@@ -34,7 +34,7 @@ def register_module(module: nn.Module, call: Callable[[nn.Module, Sequence[Tenso
 
 
 def _run(inputs: Sequence[Tensor], output: Tensor, module_id: int) -> None:
-    """inputs: what the module is given; output: in the shape of what it returns."""
+    """inputs: the module's arguments; output: shaped like its result."""
     output.copy_(_call(inputs, module_id))
 
 
@@ -56,5 +56,5 @@ def _like_input(inputs: Sequence[Tensor], like: int, module_id: int) -> Tensor:
     return torch.empty_like(inputs[like])[:, None]
 
 
-# inputs: what the module is given, of one sequence; returns [1, 1, T, width], shaped like inputs[like] [1, T, width].
+# inputs: the module's arguments, for one sequence; returns [1, 1, T, width] for inputs[like] [1, T, width].
 MODULE_ON_ALL_TOKENS = define_op("module_on_all_tokens(Tensor[] inputs, int like, int module_id) -> Tensor", _run_on_all, _like_input)

@@ -21,7 +21,7 @@ def _positions(output: Tensor) -> None:
     """output [T] or [1, T] int64: each row's position in its own request; 0 in rows past the batch's real tokens.
 
     Raises:
-        ContextError: no forward context, another number of rows than the batch has, or another dtype or shape.
+        ContextError: no forward context, a different number of rows than the batch has, or another dtype or shape.
     """
     if output.dtype != torch.int64 or output.dim() not in (1, 2) or (output.dim() == 2 and output.shape[0] != 1):
         raise ContextError(f"batch positions got an output {list(output.shape)} of {output.dtype}; allowed is [T] or [1, T] of torch.int64")
@@ -35,11 +35,11 @@ BATCH_POSITIONS = define_op("batch_positions_with_output(Tensor(a!) output) -> (
 
 
 def _lengths(positions: Tensor, output: Tensor) -> None:
-    """output [T] int64: tokens of each row's request, those of later steps included. Without a forward context, the call is one request:
-    one more than its last position, from positions [..., T].
+    """output [T] int64: how many tokens each row's request has, including those of later steps. Without a forward context, the call is one
+    request whose length is the last of positions [..., T] plus one.
 
     Raises:
-        ContextError: another number of rows than the batch has, or another dtype or shape.
+        ContextError: a different number of rows than the batch has, or another dtype or shape.
     """
     if output.dtype != torch.int64 or output.dim() != 1:
         raise ContextError(f"request lengths got an output {list(output.shape)} of {output.dtype}; allowed is [T] of torch.int64")
@@ -51,7 +51,7 @@ def _lengths(positions: Tensor, output: Tensor) -> None:
     if batch.num_requests == 0:
         output.zero_()
         return
-    if batch.num_requests == len(output):  # one row each
+    if batch.num_requests == len(output):  # one row per request
         output.copy_(batch.request_lens)
         return
     rows = torch.arange(len(output), dtype=batch.query_start.dtype, device=output.device)

@@ -21,7 +21,7 @@ from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 def _run(rows: Sequence[Tensor], owned: Sequence[Tensor], output: Tensor, layer_id: int) -> None:
     """rows: one [T, width] for each of the spec's; owned: the program's operands; output [T, heads, v_dim].
 
-    Rows past the batch's real tokens are zeroed; no such row and no page that a request does not use is read.
+    Rows past the batch's real tokens are zeroed; neither they nor pages of other requests are read.
     """
     context = context_of("recompute_attention_with_output", output.shape[0])
     spec = context.layers[layer_id] if 0 <= layer_id < len(context.layers) else None
@@ -34,14 +34,14 @@ def _run(rows: Sequence[Tensor], owned: Sequence[Tensor], output: Tensor, layer_
     starts = itertools.accumulate(context.batch.query_lens_host, initial=0)
     for request, (start, new) in enumerate(zip(starts, context.batch.query_lens_host, strict=False)):
         length = context.batch.seq_lens_host[request]
-        count = max(length, spec.min_tokens)  # copies of the last token come after it, which change no row before them
+        count = max(length, spec.min_tokens)  # padded with copies of the last token, which change no row before them
         result = spec.program(count, _all_tokens(context, spec, layer_id, request, count), owned)
         output[start : start + new] = result[length - new : length]
     output[context.batch.num_tokens :].zero_()
 
 
 def _store(context: ForwardContext, spec: RecomputeSpec, rows: Sequence[Tensor], layer_id: int) -> None:
-    """Put the real tokens' rows in their slots."""
+    """Write the real tokens' rows to their slots."""
     batch, keys = context.batch, context.pool.key(layer_id)
     slots = batch.slots[: batch.num_tokens]
     index = (slots // batch.page_size, slots % batch.page_size)
@@ -53,7 +53,7 @@ def _store(context: ForwardContext, spec: RecomputeSpec, rows: Sequence[Tensor],
 
 
 def _all_tokens(context: ForwardContext, spec: RecomputeSpec, layer_id: int, request: int, count: int) -> list[Tensor]:
-    """The program's tensors for one request, of `count` tokens, of which those past its last one repeat that."""
+    """The program's tensors for one request, padded to `count` tokens by repeating the last one."""
     batch, keys = context.batch, context.pool.key(layer_id)
     positions = torch.arange(count, device=keys.device).clamp(max=batch.seq_lens_host[request] - 1)
     pages = batch.page_table[request].to(torch.int64)[positions // batch.page_size]

@@ -15,7 +15,7 @@ from paged_attn.attn_ops.ops.define import define_op
 
 
 def _run(inputs: Sequence[Tensor], output: Tensor, layer_id: int) -> None:
-    """inputs: what the layer is given per token, each [1, T, ...]; output [1, T, ...]. Rows past the batch's real tokens are zeroed."""
+    """inputs: the layer's arguments per token, each [1, T, ...]; output [1, T, ...]. Rows past the batch's real tokens are zeroed."""
     context, recurrent = recurrent_context_of("recurrent_layer_with_output", layer_id, output.shape[1])
     recurrent.forward(context.recurrent_plan, layer_id, inputs, output)
 

@@ -30,7 +30,7 @@ def _fake(logits: Tensor, bias: Tensor | None, dtype: torch.dtype, top_k: int, *
     return logits.new_empty(size, dtype=dtype), logits.new_empty(size, dtype=torch.int64)
 
 
-# logits [T, E], bias [E] or none -> weights [T, top_k] of `dtype`, ids [T, top_k] in int64. The numbers behind them: `Routing`.
+# logits [T, E], bias [E] or none -> weights [T, top_k] of `dtype`, ids [T, top_k] in int64. The other arguments: `Routing`.
 ROUTE = define_op(
     "route(Tensor logits, Tensor? bias, ScalarType dtype, int top_k, str score, str after, int groups, int top_groups, int group_best, "
     "float hidden, bool renormalise, float eps, float scale, bool rounded) -> (Tensor, Tensor)",

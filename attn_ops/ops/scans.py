@@ -21,7 +21,7 @@ from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
 from paged_attn.attn_ops.scans.state_rows import RecurrentPlan
 
-# Takes what the truth takes; False where it does not serve that, and has written nothing.
+# Takes the same arguments as the reference; returns False, having written nothing, for those that it does not serve.
 Kernel = Callable[..., bool]
 
 
@@ -29,10 +29,10 @@ def run_scan(
     op: str, layer_id: int, state_id: int, extend: Callable[..., None], step: Callable[..., None], given: tuple[Any, ...], output: Tensor,
     limits: tuple[float, ...] = (),
 ) -> None:  # fmt: skip
-    """Each call of the plan: `extend(*given, *limits, states, extends)`, then `step(*given, states, rows)`; padding becomes zero.
+    """Run each call of the plan: `extend(*given, *limits, states, extends)`, then `step(*given, states, rows)`; padding becomes zero.
 
     Raises:
-        ContextError: no forward context, none with recurrent state, or another number of rows than the batch has.
+        ContextError: no forward context, one without recurrent state, or a different number of rows than the batch has.
     """
     context, recurrent = recurrent_context_of(op, layer_id, output.shape[0])
     plan: RecurrentPlan = context.recurrent_plan
@@ -50,14 +50,14 @@ def _compute(truth: Callable[..., None], kernel: Kernel | None, given: tuple[Any
         truth(*given)
 
 
-# Linear attention whose state decays and is corrected, token by token; all of a head's state by one decay, or each channel of its keys by
-# one of its own (Kimi delta attention).
+# Linear attention with a state that decays and is corrected token by token, with one decay per head, or one per channel of its keys
+# (Kimi delta attention).
 def _gated_delta(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, layer_id: int, state_id: int
 ) -> None:
     """query, key [T, key heads, K]; value, output [T, H, V]; g (logarithms of decays), beta [T, H]; the state is [H, K, V].
 
-    `normalise`: queries and keys are divided by their lengths first. Rows past the batch's real tokens are zeroed.
+    `normalise`: queries and keys are normalized to unit length first. Rows past the batch's real tokens are zeroed.
     """
     given = (query, key, value, g, beta, output, normalise)
     run_scan("gated_delta_rule", layer_id, state_id, gated_delta_extend, gated_delta_step, given, output)
@@ -66,7 +66,7 @@ def _gated_delta(
 def _kda(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, layer_id: int, state_id: int
 ) -> None:
-    """As `_gated_delta`, with g [T, H, K]."""
+    """Like `_gated_delta`, with g [T, H, K]."""
     run_scan("kda", layer_id, state_id, kda_extend, gated_delta_step, (query, key, value, g, beta, output, normalise), output)
 
 
@@ -78,13 +78,13 @@ GATED_DELTA_RULE = define_op("gated_delta_rule" + _SCHEMA, _gated_delta)
 KDA = define_op("kda" + _SCHEMA, _kda)
 
 
-# The scans of state-space layers. What stands around a scan (softplus of dt, the direct term D x, the gate) is a part of the graph.
+# The scans of state-space layers. What surrounds a scan (softplus of dt, the direct term D x, the gate) is part of the graph.
 def _mamba2(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, low: float, high: float, layer_id: int, state_id: int
 ) -> None:
     """x, output [T, H, P]; dt [T, H]; a [H], negative; b, c [T, groups, N]; the state is [H, P, N].
 
-    dt is kept between `low` and `high`, but for decoding rows, as models have it. Rows past the batch's real tokens are zeroed.
+    dt is clamped to [low, high], except in decoding rows, as in the models. Rows past the batch's real tokens are zeroed.
     """
     run_scan("mamba2_scan", layer_id, state_id, mamba2_extend, mamba2_step, (x, dt, a, b, c, output), output, (low, high))
 

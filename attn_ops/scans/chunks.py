@@ -15,15 +15,15 @@ from paged_attn.attn_ops.scans.state_segments import ChunkBounds, StateSegments
 
 @dataclass(frozen=True)
 class Chunks:
-    """E requests, in S segments, as N chunks of `size` tokens; the last one of each segment is filled up.
+    """E requests, in S segments, as N chunks of `size` tokens; the last chunk of each segment is padded.
 
     Attributes:
-        rows: [N, size] int64, of the batch; row 0 where a chunk is filled up.
-        real: [N, size] bool, false where it is filled up.
-        targets, indices: [tokens] int64: of each real token its row in the batch, and its index among all N * size of the chunks.
-        order: [E] int64, the requests, those of most chunks first.
+        rows: [N, size] int64, rows of the batch; 0 for padding.
+        real: [N, size] bool, false for padding.
+        targets, indices: [tokens] int64: for each real token its row in the batch, and its index among all N * size of the chunks.
+        order: [E] int64, the requests, those with the most chunks first.
         waves: the i-th chunks of all requests that have so many, as int64 indices, in that order.
-        ends: of each wave which of its chunks end a segment, by their index in it, and which segments these are, both int64.
+        ends: for each wave, which of its chunks end a segment (indices into the wave), and which segments these are, both int64.
         num_segments: S.
     """
 
@@ -54,7 +54,7 @@ class Chunks:
         return cls(size, parts[0], parts[1], parts[2], parts[3], parts[4], parts[5].split(of_waves), ends, len(segments.lengths))
 
     def gather(self, values: Tensor) -> Tensor:
-        """values [T, H, ...] as float32 [N, H, size, ...], zero where a chunk is filled up."""
+        """values [T, H, ...] as float32 [N, H, size, ...], zero for padding."""
         found = values[self.rows].float()
         found = torch.where(self.real.view(*self.real.shape, *[1] * (found.dim() - 2)), found, found.new_zeros(()))
         return found.transpose(1, 2)
@@ -64,12 +64,12 @@ class Chunks:
         output[self.targets] = result.flatten(0, 1)[self.indices].to(output.dtype)
 
     def no_states(self, like: Tensor) -> Tensor:
-        """Room for the states after all segments [S, ...], each as one of `like` [.., ...]."""
+        """Uninitialized memory for the states after all segments [S, ...], each shaped like one of `like` [.., ...]."""
         return like.new_empty(self.num_segments, *like.shape[1:])
 
     def keep(self, wave: int, now: Tensor, kept: Tensor) -> None:
-        """Put those of the float32 states `now` after a wave, in its order, that are at the ends of segments into `kept` [S, ...]; their
-        requests go on from what that has rounded them to, as those do that start there."""
+        """Of the float32 states `now` after a wave, in its order, copy those at the ends of segments to `kept` [S, ...]. Their requests
+        continue from the rounded values, as requests do that start there."""
         at, segments = self.ends[wave]
         if not len(at):
             return
@@ -81,10 +81,10 @@ class Chunks:
 def scan_chunks(
     chunks: Chunks, states: Tensor, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, decay: Tensor, reads: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Each request's chunks in turn, from its state S [K, V]: v = value - reads S; output = query S + scores v; S = decay S + key^T v.
+    """Each request's chunks in order, from its state S [K, V]: v = value - reads S; output = query S + scores v; S = decay S + key^T v.
 
-    In float32, but for the states [E, H, K, V]; query, key, reads [N, H, size, K]; value [N, H, size, V]; scores [N, H, size, size]; decay
-    [N, H, K or 1, 1]. Returns the output [N, H, size, V], and the states after each segment [S, H, K, V] in their dtype.
+    All in float32, except the states [E, H, K, V]; query, key, reads [N, H, size, K]; value [N, H, size, V]; scores [N, H, size, size];
+    decay [N, H, K or 1, 1]. Returns the output [N, H, size, V], and the states after each segment [S, H, K, V] in their dtype.
     """
     output, kept, now = torch.empty_like(value), chunks.no_states(states), states[chunks.order].float()
     for index, wave in enumerate(chunks.waves):

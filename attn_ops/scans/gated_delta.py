@@ -22,10 +22,10 @@ def gated_delta_extend(
     chunks = extends.chunks(CHUNK)
     q, k, v, decay, learned = (chunks.gather(each) for each in (query, key, value, g, beta))
     q, k = prepared(q, k, value.shape[1], normalise)
-    total = decay.cumsum(-1)  # [N, H, size]; a filled up token decays nothing
+    total = decay.cumsum(-1)  # [N, H, size]; padding does not decay
     pairs = decay_between(total)
     learned = learned[..., None]
-    system = (k * learned) @ k.transpose(-1, -2) * pairs  # unit lower triangular, its diagonal unread
+    system = (k * learned) @ k.transpose(-1, -2) * pairs  # unit lower triangular; its diagonal is not read
     right = torch.cat([v * learned, k * learned * total.exp()[..., None]], -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     new, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
@@ -41,7 +41,7 @@ def gated_delta_extend(
 def gated_delta_step(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, states: Tensor, rows: StateRows
 ) -> None:
-    """As `gated_delta_extend`, of the decoding rows; g may be [T, H, K], as of `kda_extend`."""
+    """Like `gated_delta_extend`, for the decoding rows; g may also be [T, H, K], as for `kda_extend`."""
     q, k, v, decay, learned = (rows.decoding(each).float() for each in (query, key, value, g, beta))
     q, k = prepared(q, k, value.shape[1], normalise)
     now = states[rows.decode_slots].float() * decay.exp().view(*decay.shape[:2], -1, 1)
@@ -52,7 +52,7 @@ def gated_delta_step(
 
 
 def prepared(q: Tensor, k: Tensor, heads: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """Query and key of unit length where asked for, the query scaled, and each head repeated for the value heads that it serves."""
+    """Query and key, normalized if asked for, the query scaled, and each head repeated for the value heads that it serves."""
     if normalise:
         q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + EPS) for each in (q, k))
     q = q * q.shape[-1] ** -0.5
@@ -62,6 +62,6 @@ def prepared(q: Tensor, k: Tensor, heads: int, normalise: bool) -> tuple[Tensor,
 
 
 def decay_between(total: Tensor) -> Tensor:
-    """[.., i, j]: what is left at token i of what came at token j, zero for a later j; total [.., size] are summed logarithms."""
+    """[.., i, j]: the decay from token j to token i, zero if j is later; total [.., size] are summed logarithms."""
     later = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
     return (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()

@@ -25,10 +25,10 @@ def kda_extend(
     chunks = extends.chunks(CHUNK)
     q, k, v, decay, learned = (chunks.gather(each) for each in (query, key, value, g, beta[..., None]))
     q, k = prepared(q, k, value.shape[1], normalise)
-    total = decay.cumsum(-2)  # [N, H, size, K]; a filled up token decays nothing
+    total = decay.cumsum(-2)  # [N, H, size, K]; padding does not decay
     scores, pairs = _scores((q, k), k, total)
     right = torch.cat([v * learned, k * learned * total.exp()], -1)
-    solved = torch.linalg.solve_triangular(pairs * learned, right, upper=False, unitriangular=True)  # the diagonal is unread
+    solved = torch.linalg.solve_triangular(pairs * learned, right, upper=False, unitriangular=True)  # does not read the diagonal
     new, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
     last = total[..., -1:, :]
     result, kept = scan_chunks(
@@ -39,15 +39,15 @@ def kda_extend(
 
 
 def _scores(lefts: tuple[Tensor, Tensor], right: Tensor, total: Tensor) -> list[Tensor]:
-    """For each left [N, H, i, j]: the sum over channels of left[i] right[j] exp(total[i] - total[j]), zero for a later j.
+    """For each left [N, H, i, j]: the sum over channels of left[i] right[j] exp(total[i] - total[j]), zero if j is later.
 
-    All given are [N, H, size, K].
+    All arguments are [N, H, size, K].
     """
     size = right.shape[-2]
     before = torch.cat([torch.zeros_like(total[..., :1, :]), total[..., PART - 1 : -1 : PART, :]], -2)[..., None, :]
     sums, *parts = (each.unflatten(-2, (size // PART, PART)) for each in (total, right, *lefts))  # [N, H, parts, PART, K]
     earlier = torch.arange(size, device=right.device) < torch.arange(0, size, PART, device=right.device)[:, None]
-    # [N, H, parts, size, K]: what is left of each token when a part begins, zero for a token of that part or of later ones.
+    # [N, H, parts, size, K]: what is left of each token when a part begins; zero for tokens of that part or later.
     kept = right[..., None, :, :] * (before - total[..., None, :, :]).masked_fill(~earlier[..., None], float("-inf")).exp()
     later = torch.arange(PART, device=right.device)
     found = []

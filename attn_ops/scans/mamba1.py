@@ -13,7 +13,7 @@ CHUNK = 32  # tokens whose states are in memory at the same time
 def mamba1_extend(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, states: Tensor, extends: Extends) -> None:
     """x, dt, output [T, channels]; a [channels, N]; b, c [T, N]; states [slots, channels, N].
 
-    In each chunk an inclusive scan of pairs (decay, what is added) in log2(CHUNK) rounds, all requests' chunks side by side.
+    In each chunk an inclusive scan of pairs (decay, addend) in log2(CHUNK) rounds, all requests' chunks at once.
     """
     chunks = extends.chunks(CHUNK)
     kept, now = chunks.no_states(states), extends.before(states)[chunks.order].float()
@@ -21,7 +21,7 @@ def mamba1_extend(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output
     for index, wave in enumerate(chunks.waves):
         rows, real = chunks.rows[wave], chunks.real[wave][..., None]
         step = torch.where(real, dt[rows].float(), 0.0)
-        decay = (step[..., None] * a.float()).exp()  # [requests, CHUNK, channels, N]; a filled up token keeps the state
+        decay = (step[..., None] * a.float()).exp()  # [requests, CHUNK, channels, N]; padding keeps the state
         added = (step * torch.where(real, x[rows].float(), 0.0))[..., None] * torch.where(real, b[rows].float(), 0.0)[:, :, None]
         added[:, 0] += decay[:, 0] * now[: len(wave)]
         reach = 1
@@ -37,7 +37,7 @@ def mamba1_extend(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output
 
 
 def mamba1_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, states: Tensor, rows: StateRows) -> None:
-    """As `mamba1_extend`, of the decoding rows."""
+    """Like `mamba1_extend`, for the decoding rows."""
     new, step, key, query = (rows.decoding(each).float() for each in (x, dt, b, c))
     now = states[rows.decode_slots].float() * (step[..., None] * a.float()).exp() + (step * new)[..., None] * key[:, None]
     rows.put_decoded(output, (now @ query[..., None])[..., 0])

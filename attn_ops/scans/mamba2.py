@@ -14,12 +14,11 @@ CHUNK = 64
 def mamba2_extend(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, low: float, high: float, states: Tensor, extends: Extends
 ) -> None:
-    """x, output [T, H, P]; dt [T, H], of which what is beyond `low` and `high` is clamped; a [H]; b, c [T, groups, N]; states
-    [slots, H, P, N]."""
+    """x, output [T, H, P]; dt [T, H], clamped to [low, high]; a [H]; b, c [T, groups, N]; states [slots, H, P, N]."""
     chunks, repeats = extends.chunks(CHUNK), x.shape[1] // b.shape[1]
     step, new = chunks.gather(dt.clamp(low, high)), chunks.gather(x)
     keys, queries = (chunks.gather(each).repeat_interleave(repeats, 1) for each in (b, c))
-    total = (step * a.float()[:, None]).cumsum(-1)  # [N, H, size]; a filled up token decays nothing
+    total = (step * a.float()[:, None]).cumsum(-1)  # [N, H, size]; padding does not decay
     last = total[..., -1:]
     result, kept = scan_chunks(
         chunks, extends.before(states).transpose(-1, -2), queries * total.exp()[..., None], keys * (last - total).exp()[..., None],
@@ -30,7 +29,7 @@ def mamba2_extend(
 
 
 def mamba2_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, states: Tensor, rows: StateRows) -> None:
-    """As `mamba2_extend`, of the decoding rows, whose dt is taken as it is."""
+    """Like `mamba2_extend`, for the decoding rows, whose dt is not clamped."""
     repeats = x.shape[1] // b.shape[1]
     new, step, key, query = (rows.decoding(each).float() for each in (x, dt, b, c))
     key, query = (each.repeat_interleave(repeats, 1)[:, :, None] for each in (key, query))  # [D, H, 1, N]

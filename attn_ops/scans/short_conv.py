@@ -14,10 +14,10 @@ ACTIVATIONS = ("", "silu")
 
 
 def channels_in(x: Tensor, columns: Sequence[int]) -> list[Tensor]:
-    """Views [T, groups, width] of x [T, N] that have all channels of a convolution in their order.
+    """Views [T, groups, width] of x [T, N] that together hold all channels of a convolution, in order.
 
-    `columns` has four numbers for each: its first column, how many groups it has, how many columns lie from one to the next, and the width
-    of each.
+    `columns` has four numbers for each view: its first column, its number of groups, the distance in columns between groups, and their
+    width.
     """
     (row, column), first = x.stride(), x.storage_offset()
     parts = [columns[i : i + 4] for i in range(0, len(columns), 4)]
@@ -47,7 +47,7 @@ def short_conv_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, columns: Sequence[int], states: Tensor,
     rows: StateRows,
 ) -> None:  # fmt: skip
-    """As `short_conv_extend`, of the decoding rows."""
+    """Like `short_conv_extend`, for the decoding rows."""
     x = _joined(x, columns)
     count, slots = weight.shape[1], rows.decode_slots
     seen = torch.cat([states[slots], rows.decoding(x)[..., None].to(states.dtype)], -1)

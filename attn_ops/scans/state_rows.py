@@ -20,12 +20,12 @@ from paged_attn.attn_ops.scans.state_segments import ChunkBounds, StateSegments
 
 @dataclass(frozen=True)
 class Wave:
-    """N segments, each of another request, as sequences one after another.
+    """N segments of different requests, as sequences one after another.
 
     Attributes:
-        rows: [R] int64, their rows of the batch.
+        rows: [R] int64, their rows in the batch.
         ends: [N + 1] int64, the running sum of their lengths, from 0; `ends_on_host`: the same.
-        owners: [N] int64, which of the extending requests each is of.
+        owners: [N] int64, the index of each segment's request among the extending ones.
         targets: [N] int64, the slot for the state after each.
     """
 
@@ -38,8 +38,8 @@ class Wave:
 
 @dataclass(frozen=True)
 class Extends:
-    """Requests of several new tokens, or of a first one: rows `starts[i]` to `starts[i] + lengths[i]` continue the state in `slots[i]`, or
-    begin one where `fresh[i]`. At least one. What `checkpoints[i]` names is kept on the way."""
+    """Requests with several new tokens or with their first one: rows `starts[i]` to `starts[i] + lengths[i]` continue the state in
+    `slots[i]`, or begin a new one if `fresh[i]`. At least one request. States that `checkpoints[i]` names are kept on the way."""
 
     starts: Sequence[int]
     lengths: Sequence[int]
@@ -53,7 +53,7 @@ class Extends:
 
     @cached_property
     def rows(self) -> Tensor:
-        """[N] int64: every row of these requests, in their order."""
+        """[N] int64: every row of these requests, in order."""
         parts = [np.arange(start, start + length) for start, length in zip(self.starts, self.lengths, strict=True)]
         return self._on_device(np.concatenate(parts))
 
@@ -64,7 +64,7 @@ class Extends:
 
     @cached_property
     def segments_on_device(self) -> Tensor:
-        """[2, E] int64: of each request its first segment, and how many it has."""
+        """[2, E] int64: each request's first segment, and how many it has."""
         return self._on_device(self.segments.by_request(np.ones_like(self.segments.lengths)))
 
     @cached_property
@@ -79,12 +79,12 @@ class Extends:
 
     @cached_property
     def continues(self) -> Tensor:
-        """[E] bool: there is a state in the slot."""
+        """[E] bool: whether there is a state in the slot."""
         return copy_to_device(~np.array(self.fresh, dtype=bool), self.device)
 
     @cached_property
     def waves(self) -> Sequence[Wave]:
-        """The first segments of all requests, then the second ones of those that have so many, and so on."""
+        """The first segments of all requests, then the second segments of those that have two, and so on."""
         segments, waves = self.segments, []
         first, counts = segments.by_request(np.ones_like(segments.lengths))
         for turn in range(counts.max()):
@@ -97,19 +97,19 @@ class Extends:
         return waves
 
     def before(self, states: Tensor) -> Tensor:
-        """The states [E, ...] that the requests start from: zeros for a fresh one, whatever lies in its slot."""
+        """The states [E, ...] that the requests start from; zeros for fresh ones."""
         found = states[self.slots_on_device]
         return torch.where(self.continues.view(-1, *[1] * (found.dim() - 1)), found, found.new_zeros(()))
 
     def chunks(self, size: int) -> Chunks:
-        """The requests cut into chunks of so many tokens; made once for all layers of a step."""
+        """The requests cut into chunks of `size` tokens; computed once for all layers of a step."""
         if size not in self._chunks:
             self._chunks[size] = Chunks.of(self.segments, size, self.device)
         return self._chunks[size]
 
     def bounds(self, size: int) -> tuple[Tensor, Tensor]:
-        """int64: [2, E], of each request which of `chunks(size)` is its first, and how many it has; [N, 3], of each chunk its first row,
-        its number of tokens, and the slot for the state after it, 0 where none is kept."""
+        """int64: [2, E], each request's first chunk of `chunks(size)`, and how many it has; [N, 3], each chunk's first row, its number of
+        tokens, and the slot for the state after it (0: none is kept)."""
         if size not in self._bounds:
             bounds = ChunkBounds.of(self.segments, size)
             slots = np.where(bounds.ends >= 0, self.segments.slots[bounds.ends], 0)
@@ -117,9 +117,11 @@ class Extends:
         return self._bounds[size]
 
     def taps(self, count: int, width: int) -> tuple[Tensor, Tensor]:
-        """Where the last `count` tokens lie of every row [N, count], its own included, and the last `width` of each segment [S, width].
+        """Indices of the last `count` tokens up to every row [N, count], including its own, and of the last `width` of each segment
+        [S, width].
 
-        int64 rows of [E * width + N, ...]: first the `width` tokens that each request's state remembers, then its new ones, as `rows`.
+        They are int64 indices into [E * width + N, ...]: first the `width` tokens that each request's state remembers, then its new ones,
+        in the order of `rows`.
         """
         if (count, width) not in self._taps:
             lengths = np.array(self.lengths)
@@ -147,7 +149,7 @@ class StateRows:
 
     Attributes:
         decode_rows: [D] int64, rows of requests with one new token and a state; None: the first D rows, in order.
-        decode_slots: [D] integers, their slots; 0 for a row that is nobody's, whose output is zero.
+        decode_slots: [D] integers, their slots; 0 for a row without a request, whose output is zero.
         extends: the other requests; None: there are none, and nothing here depends on the host.
     """
 
@@ -164,7 +166,7 @@ class StateRows:
         return values[: self.num_decode] if self.decode_rows is None else values[self.decode_rows]
 
     def put_decoded(self, output: Tensor, result: Tensor) -> None:
-        """Write the result [D, ...] of the decoding rows to their rows of output [T, ...]."""
+        """Write the result [D, ...] of the decoding rows to those rows of output [T, ...]."""
         real = (self.decode_slots > 0).view(-1, *[1] * (result.dim() - 1))
         result = torch.where(real, result.to(output.dtype), output.new_zeros(()))
         if self.decode_rows is None:
@@ -174,7 +176,7 @@ class StateRows:
 
     @classmethod
     def of(cls, batch: Batch) -> StateRows:
-        """The rows of a whole batch. One that decodes alone is read where it lies on the device, dummies included."""
+        """The rows of a whole batch. If all requests decode, slots are read from the batch's device tensors, including dummies."""
         rows: list[int] = []
         slots: list[int] = []
         starts, lengths, others, fresh = list[int](), list[int](), list[int](), list[bool]()
@@ -202,7 +204,7 @@ class StateRows:
 
 @dataclass(frozen=True)
 class RecurrentPlan:
-    """What the layers with recurrent state of one step run: `calls` one after another, each continuing what the one before left."""
+    """What one step runs in layers with recurrent state: `calls` in order, each continuing from the state that the previous one left."""
 
     num_tokens: int
     calls: tuple[StateRows, ...]

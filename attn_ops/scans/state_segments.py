@@ -18,7 +18,7 @@ class StateSegments(NamedTuple):
 
     Attributes:
         starts, lengths: [S] int64, the first row of each in the batch, and its number of tokens.
-        owners: [S] int64, which request each is of.
+        owners: [S] int64, the index of each segment's request.
         slots: [S] int64, where the state after each goes.
     """
 
@@ -42,17 +42,17 @@ class StateSegments(NamedTuple):
         return cls(*np.array(rows, np.int64).T)
 
     def by_request(self, counts: Integers) -> Integers:
-        """[2, E]: where the things of each request begin, and how many it has, if its segments have `counts` [S] of them in turn."""
+        """[2, E]: each request's first item, and how many it has, if its segments have `counts` [S] items in order."""
         totals = np.bincount(self.owners, counts).astype(np.int64)
         return np.stack([np.add.accumulate(totals) - totals, totals])
 
 
 class ChunkBounds(NamedTuple):
-    """Segments as N chunks of at most so many tokens.
+    """Segments as N chunks of bounded length.
 
     Attributes:
         rows, counts: [N] int64, the first row of each in the batch, and its number of tokens.
-        ends: [N] int64, the segment that ends with it; -1 where none does.
+        ends: [N] int64, the segment that ends with it, or -1.
         requests: [2, E] int64, the first chunk of each request, and how many it has.
     """
 

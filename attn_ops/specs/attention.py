@@ -13,24 +13,24 @@ class AttentionSpec:
     """One attention layer, as proved from the graph. Token positions count from 0 within each request.
 
     Query i may see key j iff `j <= i` (causal) and `i - sliding_window < j` (Hugging Face's window: i itself counts)
-    and `i // chunk == j // chunk` (Llama 4's chunks; or those that `chunk_part` names) and, where it is not causal,
+    and `i // chunk == j // chunk` (Llama 4's chunks; `chunk_part` may name others) and, if it is not causal,
     `j < i + window_ahead` (ModernBERT).
     Scores are `softcap * tanh(scale * q.k / softcap) + alibi_slope * (j - i)`,
-    plus `bias[h, i - j]` or `bias[h, j]` where the layer has a table of biases (an operand of the op, like sinks).
+    plus `bias[h, i - j]` or `bias[h, j]` if the layer has a table of biases (an operand of the op, like sinks).
 
     Attributes:
         num_q_heads, num_kv_heads: query head h reads KV head `h // (num_q_heads // num_kv_heads)`.
         qk_head_dim, v_head_dim: last dims of q and k, and of v and the output.
         scale: multiplies q.k.
         causal: False means that a query sees the whole request.
-        sliding_window, window_ahead, chunk, softcap: None where the layer has none.
+        sliding_window, window_ahead, chunk, softcap: None if the layer has none.
         chunk_part: the chunks that a query sees: "intra" its own, "successive" the one before it, "inter" all before that, the three parts
-            of dual chunk attention; "all": a `DualChunkSpec`. A query that so sees no key has the log-sum-exp -inf, and any output.
-        has_sinks: a learned logit per query head joins the softmax's denominator (GPT-OSS).
+            of dual chunk attention; "all": a `DualChunkSpec`. If a query sees no key, its log-sum-exp is -inf and its output arbitrary.
+        has_sinks: a learned logit per query head is added to the softmax's denominator (GPT-OSS).
         alibi_slopes: one slope per query head, or None.
-        bias_index: "distance" if a table [q_heads, N] is read at i - j (T5; distances past N - 1 read its last entry), "key" if it is
-            read at j, None without one.
-        gives_lse: the log-sum-exp of the scores is wanted, too.
+        bias_index: "distance" if a table [q_heads, N] is indexed by i - j (T5; distances past N - 1 read its last entry), "key" if by j,
+            None if there is none.
+        gives_lse: whether the log-sum-exp of the scores is also wanted.
         kv_layer: the layer id whose KV this layer reads; its own id unless the model shares KV.
         module: path of the module in the model, for messages.
     """

@@ -12,14 +12,14 @@ PARTS: tuple[ChunkPart, ...] = ("intra", "successive", "inter")
 
 @dataclass(frozen=True)
 class DualChunkSpec(AttentionSpec):
-    """Causal attention with three queries per token and one softmax: which of them meets key j depends on the chunks of i and j.
+    """Causal attention with three queries per token and one softmax: which query meets key j depends on the chunks of i and j.
 
-    Query i meets key j <= i as its intra-chunk query where `i // chunk == j // chunk`, as its successive-chunk query where j is in the
-    chunk before, and as its inter-chunk query where j is farther back. How queries and keys are rotated is the model's graph: keys lie in
-    the pool as the model rotates them, by their position within the chunk, and the local size of the paper is in the successive queries.
+    Key j <= i meets token i's intra-chunk query if `i // chunk == j // chunk`, its successive-chunk query if j is in the previous chunk,
+    and its inter-chunk query if j is farther back. The model's graph rotates queries and keys: the pool holds keys as the model rotates
+    them, by their position within the chunk, and the paper's local size is part of the successive queries.
 
     Attributes:
-        chunk: tokens of a chunk, the paper's s - w (of config.json: chunk_size - local_size); at least 2.
+        chunk: tokens of a chunk, the paper's s - w (in config.json: chunk_size - local_size); at least 2.
     """
 
     chunk_part: ChunkPart = "all"

@@ -22,23 +22,23 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def softcapped(x: Tensor, softcap: float) -> Tensor:
-    """Between minus `softcap` and that, nearly x where x is small; x itself for 0."""
+    """x bent smoothly to between -softcap and softcap (nearly x where x is small); x itself if softcap is 0."""
     return torch.tanh(x / softcap) * softcap if softcap else x
 
 
 @dataclass(frozen=True)
 class Gating:
-    """What stands between an expert's two products.
+    """What is computed between an expert's two products.
 
     Attributes:
         activation: a name in ACTIVATIONS.
-        gated: the first product has two halves, gate and up, and the activation of one is multiplied with the other.
-        interleaved: gate and up take turns, instead of all of gate first.
-        limit: gate is at most this, and up between minus this and this, before anything else; 0: no limit.
-        alpha: the activation is gate * sigmoid(alpha * gate), and up is one more (gpt-oss); 0: it is `activation`.
-        gate_softcap, up_softcap: before they are multiplied, the factor gate of silu and up are bent to less than this (Inkling 2), in
-            float32; the sigmoid is that of gate itself; 0: they are not.
-        up_first: of the two halves, or of each two that take turns, up is the first.
+        gated: the first product has two halves, gate and up, and the activation of gate is multiplied with up.
+        interleaved: gate and up alternate, instead of all of gate first.
+        limit: first of all, gate is clamped to at most this, and up to between minus this and this; 0: no limit.
+        alpha: the activation is gate * sigmoid(alpha * gate), and 1 is added to up (gpt-oss); 0: it is `activation`.
+        gate_softcap, up_softcap: before they are multiplied, up and the factor gate of silu are softcapped in float32 (Inkling 2); the
+            sigmoid takes gate itself; 0: no softcap.
+        up_first: up comes before gate, in halves or in each alternating pair.
     """
 
     activation: str = "silu"
@@ -52,7 +52,7 @@ class Gating:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """As the op takes it: one by one, since Dynamo of torch 2.11 cannot go through `astuple` on Python 3.11."""
+        """The op's arguments, listed one by one because Dynamo of torch 2.11 cannot trace `astuple` on Python 3.11."""
         return (
             self.activation, self.gated, self.interleaved, self.limit, self.alpha, self.gate_softcap, self.up_softcap, self.up_first,
         )  # fmt: skip
@@ -67,7 +67,7 @@ class Gating:
         return inner + limit + softcaps + ", interleaved" * self.interleaved + ", up first" * self.up_first
 
     def __call__(self, first: Tensor) -> Tensor:
-        """[..., 2 I] -> [..., I], or [..., I] -> [..., I] where nothing is gated; in the dtype that it is given."""
+        """[..., 2 I] -> [..., I], or [..., I] -> [..., I] if nothing is gated, in the same dtype."""
         activation = ACTIVATIONS[self.activation]
         if not self.gated:
             return activation(first)
@@ -85,7 +85,7 @@ class Gating:
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """A layer of experts: how many, the widths of a token and between an expert's two products, and what stands there."""
+    """A layer of experts: how many, the widths of a token and between an expert's two products, and the gating between them."""
 
     experts: int
     hidden: int

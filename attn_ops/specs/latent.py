@@ -11,13 +11,13 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 
 
 class HeadRows(NamedTuple):
-    """Where a weight [rows, rank] has what makes the keys, or the values, of head h: rows `start + h * stride` and those after it."""
+    """The rows of a weight [rows, rank] that make the keys, or the values, of head h: those from `start + h * stride` on."""
 
     start: int
     stride: int
 
     def of(self, weight: Tensor, heads: int, dim: int) -> Tensor:
-        """[heads, dim, rank] of a weight, as a view wherever its memory is dense."""
+        """[heads, dim, rank] of a weight, as a view if its memory is dense."""
         dense = weight.contiguous()
         rank = dense.shape[1]
         return dense.as_strided((heads, dim, rank), (self.stride * rank, rank, 1), dense.storage_offset() + self.start * rank)
@@ -25,18 +25,18 @@ class HeadRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec(AttentionSpec):
-    """k = [W_UK latent, rotated] and v = W_UV latent, with a map of each head and a rotated part that all heads share (or none).
+    """k = [W_UK latent, rotated] and v = W_UV latent, with a map for each head and a rotated part (or none) that all heads share.
 
-    What is kept of a token is one row: the latent, then the rotated part. Queries that are mapped by W_UK meet that row directly. So to
+    A token is stored as one row: the latent, then the rotated part. Queries that are mapped by W_UK meet that row directly. So for
     pool and backends this is attention with one KV head, whose key is the row and whose value is the row's first `rank` elements:
-    num_kv_heads is 1, qk_head_dim is rank + rotated, v_head_dim is rank. The fields below say what the model's own attention has.
+    num_kv_heads is 1, qk_head_dim is rank + rotated, v_head_dim is rank. The fields below describe the model's own attention.
 
     Attributes:
         rotated: width of the shared part of keys; 0 without one.
         key_dim: width of a head's keys without the rotated part; the model's query heads are `key_dim + rotated` wide.
         value_dim: width of a head's values, and of its output.
-        rotated_first: whether queries (and keys) have the rotated part in front of the other.
-        keys, values: the rows of the weights of the op.
+        rotated_first: whether the rotated part of queries (and keys) comes first.
+        keys, values: the rows of the op's weights.
     """
 
     rotated: int
@@ -58,13 +58,13 @@ class LatentSpec(AttentionSpec):
 
     @property
     def expanded(self) -> AttentionSpec:
-        """The model's own attention, over keys and values that are made of the rows."""
+        """The model's own attention, over keys and values made from the rows."""
         return AttentionSpec(
             self.num_q_heads, self.num_q_heads, self.key_dim + self.rotated, self.value_dim, self.scale, self.causal, module=self.module
         )
 
     def split(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """The part of queries [.., key_dim + rotated] that meets the latent, and the rotated one."""
+        """The part of queries [.., key_dim + rotated] that meets the latent, and the rotated part."""
         at = self.rotated if self.rotated_first else self.key_dim
         first, second = query[..., :at], query[..., at:]
         return (second, first) if self.rotated_first else (first, second)

@@ -21,11 +21,11 @@ class LoraSite:
 
     Attributes:
         parts: the linear layers that it computes, in the order of its outputs.
-        columns: how many inputs they have.
+        columns: their number of inputs.
         dtype: of inputs and outputs, and of the adapters' factors.
-        of_logits: its rows are those whose logits are wanted, and not the tokens of the step.
-        weight: where a are further rows of the layers' weight, so that one product does both, that weight's place among the graph's
-            inputs; None where a is an input of its own.
+        of_logits: its rows are those whose logits are wanted, not the tokens of the step.
+        weight: if `a` is appended to the rows of the layers' weight, so that one product does both, that weight's index among the graph's
+            inputs; None if `a` is an input of its own.
     """
 
     parts: tuple[LoraPart, ...]
@@ -36,13 +36,13 @@ class LoraSite:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Outputs of each part."""
+        """The number of outputs of each part."""
         return tuple(part.rows for part in self.parts)
 
     def rows_of_a(self, slots: int, rank: int) -> int:
-        """Rows of `a` for all slots."""
+        """The number of rows of `a` for all slots."""
         return slots * len(self.parts) * rank
 
     def shapes(self, slots: int, rank: int) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int]]:
-        """Shapes for so many adapters of a rank: a [slots, parts * rank, columns], b [slots, sum(rows), rank] and scales [slots, parts]."""
+        """Shapes for `slots` adapters of a rank: a [slots, parts * rank, columns], b [slots, sum(rows), rank], scales [slots, parts]."""
         return (slots, len(self.parts) * rank, self.columns), (slots, sum(self.rows), rank), (slots, len(self.parts))

@@ -15,14 +15,14 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 
 @dataclass(frozen=True)
 class RowInput:
-    """One tensor with a value per token, and how its rows [T, width] lie in the pages and become that tensor again.
+    """One tensor with a value per token, and how it is stored in pages as rows [T, width] and restored.
 
     Attributes:
-        shape: of one token's part, the token dim left out.
-        token_dim: where that dim stands in the tensor.
-        order: the tensor's dims from the outermost to the innermost in memory; operations on views may ask for it.
+        shape: of one token's part, without the token dim.
+        token_dim: that dim's index in the tensor.
+        order: the tensor's dims from the outermost to the innermost in memory, on which view operations may depend.
         dtype: of the tensor. Pages of a narrower type hold its bits, so that nothing is rounded.
-        elements: of the pages, that one token takes.
+        elements: how many elements of the pages one token takes.
     """
 
     shape: tuple[int, ...]
@@ -39,12 +39,12 @@ class RowInput:
         """Rows [T, width] as elements [T, n] of pages of a dtype; n is `elements`, or less in pages of a wider type.
 
         Raises:
-            ContextError: the pages are of a dtype for which the layer was not laid out.
+            ContextError: the layer was not laid out for pages of this dtype.
         """
         return rows.contiguous().view(dtype) if self._as_bits(dtype) else rows.to(dtype)
 
     def restored(self, elements: Tensor) -> Tensor:
-        """Elements [T, elements] of pages as the tensor."""
+        """The tensor, from elements [T, elements] of pages."""
         rows = elements.contiguous().view(self.dtype) if self._as_bits(elements.dtype) else elements[:, : self.width].to(self.dtype)
         value = rows.reshape(-1, *self.shape).movedim(0, self.token_dim)
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
@@ -63,14 +63,14 @@ class RowInput:
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeSpec(AttentionSpec):
-    """An attention that no backend knows: its program runs on all tokens of a request, and the new tokens' rows are the result.
+    """An attention that no backend supports: its program runs on all tokens of a request, and the new tokens' rows are the result.
 
-    To the pool it is a layer with one KV head, whose K is what `rows` take and whose V is empty. No backend is asked about it.
+    For the pool it is a layer with one KV head, whose K holds the `rows` and whose V is empty. No backend is asked about it.
 
     Attributes:
-        rows: the program's inputs per token, in the order in which their elements lie in K.
-        min_tokens: that the program runs on: what was traced does not hold for fewer.
-        chooses: how many keys a query takes of those that it ranks (the fewest, if it ranks several times); None where none are ranked.
+        rows: the program's inputs per token, in the order of their elements in K.
+        min_tokens: the fewest tokens that the program may run on, because its trace does not hold for fewer.
+        chooses: how many of the keys that it ranks a query takes (the fewest, if it ranks several times); None if it ranks none.
         computes: equal for programs that compute the same from operands of the same kinds.
         program: (number of tokens, the rows' tensors, the operands) -> [tokens, heads, v_dim].
     """

@@ -28,7 +28,7 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """One recurrent layer: the path of its module in the model, and what it keeps of a request between steps."""
+    """One recurrent layer: the path of its module in the model, and what it keeps per request between steps."""
 
     module: str
     states: tuple[StateSpec, ...]

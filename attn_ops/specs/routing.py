@@ -13,16 +13,16 @@ Score = Literal["none", "softmax", "sigmoid"]
 
 @dataclass(frozen=True)
 class Routing:
-    """From logits [T, E] to k experts of each token.
+    """From logits [T, E] to k experts for each token.
 
     Attributes:
-        top_k: experts of a token.
-        score: of an expert, from the token's logits, in float32.
-        after: what the scores of the chosen ones become, "softmax" among them alone.
-        groups: experts lie in so many groups, and only those of the best groups are chosen from; 1: from all.
-        top_groups: groups that are chosen.
-        group_best: a group is worth the sum of so many of its best experts.
-        hidden: what the choice sees in place of the scores of other groups.
+        top_k: experts per token.
+        score: computes experts' scores from the token's logits, in float32.
+        after: applied to the scores of the chosen experts ("softmax": among them only).
+        groups: the number of groups of experts; experts are chosen only from the best groups (1: from all).
+        top_groups: how many groups are chosen.
+        group_best: a group's score is the sum of this many of its best experts' scores.
+        hidden: replaces the scores of other groups in the choice.
         renormalise: the weights are divided by their sum plus `eps`.
         scale: then multiplied with this.
         rounded: scores, and their sums with the bias, have the type of the logits (with that of the bias), not float32.
@@ -49,9 +49,9 @@ class Routing:
         return f"top {self.top_k} of {score}{groups}{after}{', renormalised' * self.renormalise}{scale}"
 
     def __call__(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """logits [T, E], bias [E] or None, which counts in the choice alone -> weights [T, k] in float32, ids [T, k] in int64.
+        """logits [T, E], bias [E] or None, which only affects the choice -> weights [T, k] in float32, ids [T, k] in int64.
 
-        Ties fall as torch.topk lets them fall on this device.
+        Ties are broken as torch.topk does on this device.
         """
         scores = logits.float()
         if self.score != "none":

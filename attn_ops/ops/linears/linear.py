@@ -20,7 +20,7 @@ ONE_ROW_KERNEL = GpuKernel()
 
 
 def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """x [..., K] of one row on a GPU times weight [N, K] -> [..., N] of `dtype`; None for what no kernel serves."""
+    """x [..., K] of one row on a GPU times weight [N, K] -> [..., N] of `dtype`; None if no kernel serves it."""
     result: Tensor | None = ONE_ROW_KERNEL(x, weight, bias, dtype) if x.numel() == x.shape[-1] else None
     return result
 
@@ -34,7 +34,7 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-# x [..., K], weight [N, K], bias [N] or none, of one dtype -> [..., N]. Nothing that runs on the GPU meanwhile may write the weight.
+# x [..., K], weight [N, K], bias [N] or none, of one dtype -> [..., N]. Nothing that runs on the GPU at the same time may write the weight.
 LINEAR = define_op("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _run, _fake)
 
 
@@ -51,7 +51,7 @@ def _run_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def _adds_up_in_16_bits(dtype: torch.dtype) -> bool:
-    """Whether somebody asked for that; the model's own product, of casts, does not do it."""
+    """Whether the user allowed reduced-precision sums; the model's own product, of casts to float32, does not use them."""
     return dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
@@ -60,5 +60,5 @@ def _fake_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 # x [..., K] and weight [N, K], both bfloat16 or both float16; bias [N] float32 or none -> [..., N] float32. Nothing that runs on the GPU
-# meanwhile may write the weight.
+# at the same time may write the weight.
 LINEAR_FLOAT32 = define_op("linear_float32(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _run_float32, _fake_float32)

@@ -20,13 +20,13 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def lora_one_by_one(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int]) -> Tensor:
-    """For each adapter its rows; 16 bits are computed in float32, as peft does unless it is told otherwise. Waits for the device."""
+    """Computes one adapter after the other; 16-bit types in float32, as peft does by default. Waits for the device."""
     flat = x.reshape(-1, x.shape[-1])
     return _added(y, lambda own, slot, dtype: F.linear(flat[own].to(dtype), a[slot].to(dtype)), b, scales, slots, rows)
 
 
 def lora_up_one_by_one(y: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int]) -> Tensor:
-    """As `lora_one_by_one`."""
+    """See `lora_one_by_one`."""
     adapters, outputs, _ = b.shape
     inner = y[..., outputs:].reshape(slots.shape[0], adapters, -1)
     return _added(y[..., :outputs], lambda own, slot, dtype: inner[own, slot].to(dtype), b, scales, slots, rows)
@@ -40,7 +40,7 @@ def _added(
     slots: Tensor,
     rows: Sequence[int],
 ) -> Tensor:
-    """`inner_of` some rows, their adapter and a dtype: those rows times the adapter's first factors, [rows, P R]."""
+    """`inner_of(rows, adapter, dtype)`: some rows times the adapter's first factors, [rows, P R]."""
     output, rank = y.clone(memory_format=torch.contiguous_format), b.shape[2]
     result = output.view(-1, y.shape[-1])
     dtype = torch.float32 if y.dtype in _HALVES else y.dtype
@@ -75,10 +75,10 @@ def _fake_up(y: Tensor, b: Tensor, *_: object) -> Tensor:
     return y.new_empty((*y.shape[:-1], b.shape[1]))
 
 
-# y [..., N] and x [..., K] of T rows each; of S adapters of a rank R at most a [S, P R, K], b [S, N, R] and scales [S, P] float32, where
-# the P parts of y have `rows` outputs, N together; slots [T] int32, a row's adapter or -1 for none -> y plus, in a row
-# of adapter s and a part p, scales[s, p] * b[s, outputs of p] @ (a[s, p R : (p + 1) R] @ x).
+# y [..., N] and x [..., K] of T rows each; for S adapters of rank R or less a [S, P R, K], b [S, N, R] and scales [S, P] float32, where
+# the P parts of y have `rows` outputs each, N together; slots [T] int32, a row's adapter or -1 -> y plus, for a row with adapter s and
+# each part p, scales[s, p] * b[s, outputs of p] @ (a[s, p R : (p + 1) R] @ x).
 LORA = define_op("lora(Tensor y, Tensor x, Tensor a, Tensor b, Tensor scales, Tensor slots, int[] rows) -> Tensor", _run, _fake)
 
-# The same -> [..., N], where y [..., N + S P R] holds the products with a behind those of the layer, in the type of y.
+# The same -> [..., N], for y [..., N + S P R], which holds the products with `a` after those of the layer, in the dtype of y.
 LORA_UP = define_op("lora_up(Tensor y, Tensor b, Tensor scales, Tensor slots, int[] rows) -> Tensor", _run_up, _fake_up)
