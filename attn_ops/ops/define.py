@@ -21,6 +21,11 @@ def _writes_only(*_: Any, **__: Any) -> None:
     """The fake of an op that returns nothing."""
 
 
+def like_first(tensor: Tensor, *_: Any) -> Tensor:
+    """The fake of an op whose result has the shape and dtype of its first argument."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
 def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any] = _writes_only) -> OpOverload:
     """Register `run` under a schema such as "name(Tensor x, Tensor(a!) output) -> ()"; `fake` makes results of the right shape.
 

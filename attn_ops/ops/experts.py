@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.ops.define import define_op
+from paged_attn.attn_ops.ops.define import define_op, like_first
 from paged_attn.attn_ops.specs.experts import Gating
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Gating], Tensor]
@@ -59,12 +59,8 @@ def _run(
     if backend == ONE_BY_ONE:
         return experts_one_by_one(x, ids, weights, w1, w2, b1, b2, gating)
     if _backends is None:
-        raise RuntimeError(f"the op names the backend {backend!r}, and nobody has called `use_experts` in this process")
+        raise RuntimeError(f"the op names the backend {backend!r}, but `use_experts` was not called in this process")
     return _backends(backend)(x, ids, weights, w1, w2, b1, b2, gating)
-
-
-def _fake(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 # x [T, H], ids [T, k] of experts, weights [T, k]; w1 [E, 2 I, H] (I without a gate), or [E, 2, I, H] with gate and up separate, and
@@ -74,5 +70,5 @@ EXPERTS = define_op(
     "experts(Tensor x, Tensor ids, Tensor weights, Tensor w1, Tensor w2, Tensor? b1, Tensor? b2, str activation, bool gated, "
     "bool interleaved, float limit, float alpha, float gate_softcap, float up_softcap, bool up_first, str backend) -> Tensor",
     _run,
-    _fake,
+    like_first,
 )

@@ -48,13 +48,9 @@ def _call(inputs: Sequence[Tensor], module_id: int) -> Tensor:
 MODULE = define_op("module_with_output(Tensor[] inputs, Tensor(a!) output, int module_id) -> ()", _run)
 
 
-def _run_on_all(inputs: Sequence[Tensor], like: int, module_id: int) -> Tensor:
-    return _call(inputs, module_id)[:, None]
-
-
-def _like_input(inputs: Sequence[Tensor], like: int, module_id: int) -> Tensor:
-    return torch.empty_like(inputs[like])[:, None]
-
-
 # inputs: the module's arguments, for one sequence; returns [1, 1, T, width] for inputs[like] [1, T, width].
-MODULE_ON_ALL_TOKENS = define_op("module_on_all_tokens(Tensor[] inputs, int like, int module_id) -> Tensor", _run_on_all, _like_input)
+MODULE_ON_ALL_TOKENS = define_op(
+    "module_on_all_tokens(Tensor[] inputs, int like, int module_id) -> Tensor",
+    lambda inputs, like, module_id: _call(inputs, module_id)[:, None],
+    lambda inputs, like, module_id: torch.empty_like(inputs[like])[:, None],
+)

@@ -63,10 +63,6 @@ class Chunks:
         """Write float32 [N, size, ...] to the rows of output [T, ...]."""
         output[self.targets] = result.flatten(0, 1)[self.indices].to(output.dtype)
 
-    def no_states(self, like: Tensor) -> Tensor:
-        """Uninitialized memory for the states after all segments [S, ...], each shaped like one of `like` [.., ...]."""
-        return like.new_empty(self.num_segments, *like.shape[1:])
-
     def keep(self, wave: int, now: Tensor, kept: Tensor) -> None:
         """Of the float32 states `now` after a wave, in its order, copy those at the ends of segments to `kept` [S, ...]. Their requests
         continue from the rounded values, as requests do that start there."""
@@ -86,7 +82,8 @@ def scan_chunks(
     All in float32, except the states [E, H, K, V]; query, key, reads [N, H, size, K]; value [N, H, size, V]; scores [N, H, size, size];
     decay [N, H, K or 1, 1]. Returns the output [N, H, size, V], and the states after each segment [S, H, K, V] in their dtype.
     """
-    output, kept, now = torch.empty_like(value), chunks.no_states(states), states[chunks.order].float()
+    output, now = torch.empty_like(value), states[chunks.order].float()
+    kept = states.new_empty(chunks.num_segments, *states.shape[1:])
     for index, wave in enumerate(chunks.waves):
         before, new = now[: len(wave)], value[wave]
         if reads is not None:

@@ -16,7 +16,8 @@ def mamba1_extend(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output
     In each chunk an inclusive scan of pairs (decay, addend) in log2(CHUNK) rounds, all requests' chunks at once.
     """
     chunks = extends.chunks(CHUNK)
-    kept, now = chunks.no_states(states), extends.before(states)[chunks.order].float()
+    kept = states.new_empty(chunks.num_segments, *states.shape[1:])
+    now = extends.before(states)[chunks.order].float()
     result = torch.empty(*chunks.rows.shape, x.shape[1], dtype=torch.float32, device=x.device)
     for index, wave in enumerate(chunks.waves):
         rows, real = chunks.rows[wave], chunks.real[wave][..., None]

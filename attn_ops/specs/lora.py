@@ -39,10 +39,6 @@ class LoraSite:
         """The number of outputs of each part."""
         return tuple(part.rows for part in self.parts)
 
-    def rows_of_a(self, slots: int, rank: int) -> int:
-        """The number of rows of `a` for all slots."""
-        return slots * len(self.parts) * rank
-
     def shapes(self, slots: int, rank: int) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int]]:
         """Shapes for `slots` adapters of a rank: a [slots, parts * rank, columns], b [slots, sum(rows), rank], scales [slots, parts]."""
         return (slots, len(self.parts) * rank, self.columns), (slots, sum(self.rows), rank), (slots, len(self.parts))

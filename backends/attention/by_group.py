@@ -9,12 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
-from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
 from paged_attn.backends.attention.capabilities import GraphSupport
 
@@ -72,11 +69,8 @@ class GroupedBackend(AttentionBackend):
         group, index = self.indices[layer_id]
         self.children[group].forward(plan.plans[group], index, *operands, **options)
 
-    def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
-        raise AssertionError("models with latents have no groups of layers")
-
     def _of_group(self, plan: GroupPlan, call: AttentionCall) -> None:
-        raise AssertionError("`forward` calls the `forward` of the group's own backend, so these are never called")
+        raise AssertionError("never called, because `forward` calls the `forward` of the group's own backend")
 
     write_kv = forward_extend = forward_decode = _of_group
 

@@ -149,8 +149,9 @@ def _calls(split: SplitGraph) -> dict[str, fx.Node]:
 
 
 def _put(split: SplitGraph, name: str, compiled: Compiled, single: bool) -> None:
+    run = compiled.run
     delattr(split.gm, name)
-    setattr(split.gm, name, _one(compiled.run) if single else compiled.run)
+    setattr(split.gm, name, (lambda *args: run(*args)[0]) if single else run)
 
 
 def _make(piece: Piece, cache: ArtifactCache | None, compiler: Compiler) -> tuple[Compiled, bool]:
@@ -177,7 +178,3 @@ def _compile(piece: Piece, compiler: Compiler, started: float) -> tuple[Artifact
         artifact = compiler(piece.gm, piece.inputs)
     logger.info("compiled %s in %.1f s", piece.name, time.perf_counter() - started)
     return artifact, piece.sizes.guards() if piece.sizes.known else None
-
-
-def _one(run: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: run(*args)[0]

@@ -65,11 +65,11 @@ def _why_not(layer: RecurrentLayer) -> str:
         except torch.OutOfMemoryError:
             raise
         except MODEL_ERRORS as failure:  # raised by the model's own code
-            return f"beside padding it raises {type(failure).__name__}: {failure}"
+            return f"with padding it raises {type(failure).__name__}: {failure}"
         told.append(launches)
         error, allowed = difference(expected, got), allowed_error(expected, layer.own_error)
         if not error <= allowed:
-            return f"beside padding it is off by {error:.2g} of its size, allowed is {allowed:.2g}"
+            return f"with padding it differs by {error:.2g} of its size; {allowed:.2g} is allowed"
     apart = first_difference(*told)
     return f"what it launches depends on more than its tensors: {apart}" if apart else ""
 

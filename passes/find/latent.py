@@ -79,7 +79,7 @@ class LatentFinder:
         found = LatentSite(latent, rotated, products)
         both = sum(int(shape_of(each)[1]) * int(shape_of(each)[3]) for each in (site.key, site.value))
         if NARROW * (rank + found.num_rotated) >= both:
-            return f"its row of {rank} + {found.num_rotated} values is not narrow beside its keys and values of {both}"
+            return f"its row of {rank} + {found.num_rotated} values is not narrow compared with its keys and values of {both}"
         return found
 
     def _sources(self, node: fx.Node, user: fx.Node, stop: fx.Node | None = None) -> tuple[set[fx.Node], set[fx.Node]]:

@@ -109,14 +109,6 @@ def _from_pairs(call: _Calls, pairs: Any) -> _Parts:
     return _Parts(call(torch.select, pairs, -1, 0), call(torch.select, pairs, -1, 1))
 
 
-def _from_polar(call: _Calls, length: Any, angle: Any) -> _Parts:
-    return _Parts(*(call(operator.mul, length, call(function, angle)) for function in (torch.cos, torch.sin)))
-
-
-def _to_pairs(call: _Calls, whole: _Parts) -> fx.Node:
-    return call(torch.stack, list(whole), -1)
-
-
 def _product(call: _Calls, one: Any, other: Any) -> _Parts:
     if isinstance(one, _Parts) and isinstance(other, _Parts):
         (a, b), (c, d) = one, other
@@ -126,17 +118,13 @@ def _product(call: _Calls, one: Any, other: Any) -> _Parts:
     return _Parts(*(call(operator.mul, part, factor) for part in whole))
 
 
-def _conjugate(call: _Calls, whole: _Parts) -> _Parts:
-    return _Parts(whole.real, call(operator.neg, whole.imag))
-
-
 _MAKERS: dict[str, Callable[..., _Parts | fx.Node]] = {
     "view_as_complex": _from_pairs,
     "complex": lambda call, real, imag: _Parts(real, imag),
-    "polar": _from_polar,
+    "polar": lambda call, length, angle: _Parts(*(call(operator.mul, length, call(each, angle)) for each in (torch.cos, torch.sin))),
     "mul": _product,
-    "conj": _conjugate,
-    "view_as_real": _to_pairs,
+    "conj": lambda call, whole: _Parts(whole.real, call(operator.neg, whole.imag)),
+    "view_as_real": lambda call, whole: call(torch.stack, list(whole), -1),
 }
 _OF_COMPLEX = {"mul", "conj", "view_as_real"}  # take complex numbers; the others make them from real ones
 

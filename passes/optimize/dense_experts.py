@@ -13,11 +13,9 @@ from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.ops.experts import EXPERTS, experts_one_by_one
-from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.attn_ops.specs.experts import ACTIVATIONS, ExpertsSpec, Gating
 from paged_attn.passes.fx.call_form import ReadValues
 from paged_attn.passes.fx.graph_tools import (
@@ -33,13 +31,10 @@ from paged_attn.passes.fx.graph_tools import (
 )
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import ancestors, evaluate_all, operation_limit
+from paged_attn.passes.optimize.routing import MOST_NODES, PRODUCTS, ROWS, SPREADS
 
 logger = logging.getLogger("paged_attn")
-MOST_NODES = 80  # in a region
-_LINEARS = (F.linear, LINEAR)
 _BATCHED = ("bmm", "matmul")
-ROWS = (23, 8)
-SPREADS = (1.0, 8.0, 0.02)  # spreads of the logits; the last causes ties in 16 bits
 INNER = 8  # intermediate width of a probed expert, in place of the model's: the operations there are elementwise
 ChooseExperts = Callable[[ExpertsSpec, Tensor], str]  # the name of a backend for a layer with weights like these
 
@@ -155,7 +150,7 @@ def _logits(first: fx.Node, experts: Any) -> fx.Node | None:
         if not isinstance(node, fx.Node) or node in seen:
             continue
         seen.add(node)
-        if node.target in _LINEARS:
+        if node.target in PRODUCTS:
             found += [node] if len(sizes_of(node)) == 2 and sizes_of(node)[1] == experts else []
             continue
         pending += node.all_input_nodes

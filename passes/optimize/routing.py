@@ -43,7 +43,7 @@ MOST_NODES = 80  # in a region
 ROWS = (23, 8)  # in each probe
 SPREADS = (1.0, 8.0, 0.02)  # spreads of the probes' logits; the last causes ties in 16 bits
 ROUNDINGS = 4  # allowed error of a weight, in roundings of its dtype
-_PRODUCTS = (F.linear, LINEAR)
+PRODUCTS = (F.linear, LINEAR)
 
 
 def fuse_routing(graph: fx.Graph, values: Values) -> int:
@@ -123,7 +123,7 @@ def _counted_from_the_first(experts: fx.Node, ids: fx.Node) -> tuple[fx.Node, fx
 
 
 def _is_product(node: Any) -> bool:
-    return isinstance(node, fx.Node) and (node.target in _PRODUCTS or name_of(node) == "matmul")
+    return isinstance(node, fx.Node) and (node.target in PRODUCTS or name_of(node) == "matmul")
 
 
 def _is_matrix(node: Any) -> bool:

@@ -157,9 +157,9 @@ class _Run:
         where = module_path(first) or "the model's forward"
         return MixesRows(
             module_path(first),
-            f"{where}: {first.name} mixes tokens, in a way that is neither attention nor a recurrent layer with a cache: where a token "
-            "or its position is another, rows of others move, too (a shift, a convolution, a sum or mean along the sequence, the "
-            "largest position of a call). In a ragged batch those are other requests'.",
+            f"{where}: {first.name} mixes tokens, in a way that is neither attention nor a recurrent layer with a cache: changing "
+            "a token or its position also changes rows of other tokens (a shift, a convolution, a sum or mean along the sequence, the "
+            "largest position of a call), which in a ragged batch may be other requests'.",
             by_position,
         )
 

@@ -23,9 +23,9 @@ ERRORS = {
     "bloom": {"scale", "page"},
 }
 WORDS = {
-    "scale": r"the attention of layer 0 .*was not recognised as what it is",
-    "window": r"the attention of layer \d .*was not recognised as what it is",
-    "softcap": r"the attention of layer 0 .*was not recognised as what it is",
+    "scale": r"the attention of layer 0 .*was recognised wrongly",
+    "window": r"the attention of layer \d .*was recognised wrongly",
+    "softcap": r"the attention of layer 0 .*was recognised wrongly",
     "sinks": r"the attention of layer 0 ",
     "page": r"the attention of layer \d ",
     "position": r"",
@@ -58,7 +58,7 @@ def test_one_row_that_a_hook_changes_is_seen(dtype: torch.dtype) -> None:
     model = build("llama", num_hidden_layers=2).to(dtype)
     assert hook_a_row(model)
     words = refused(Traced(model))
-    assert "gives a token other numbers beside the tokens of other requests than alone" in words and "forward hooks" in words
+    assert "computes other numbers for a token if the batch has other requests" in words and "forward hooks" in words
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -300,14 +300,14 @@ def test_the_output_type() -> None:
         ({"num_beams": 2, "do_sample": True}, "does no beam sample"),
         ({"prompt_lookup_num_tokens": 3}, "does no assisted generation"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-        ({"token_type_ids": torch.zeros(3, 19, dtype=torch.int64)}, "token_type_ids: paged_attn.generate takes token ids"),
+        ({"token_type_ids": torch.zeros(3, 19, dtype=torch.int64)}, "token_type_ids: paged_attn.generate takes only token ids"),
         ({"position_ids": torch.arange(5, 24).expand(3, 19)}, "position_ids other than 0, 1, 2"),
         ({"attention_mask": torch.ones(3, 19, dtype=torch.int64).tril(12)}, "a 0 behind a 1"),
         ({"past_key_values": DynamicCache()}, "paged_attn.generate keeps keys and values"),
         ({"synced_gpus": True}, "synced_gpus"),
         (
             {"output_scores": True, "return_dict_in_generate": True, "max_time": 9.0},
-            "of a batch beside MaxTime",
+            "of a batch with MaxTime",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -324,7 +324,7 @@ def test_an_assistant_is_refused_and_a_bare_call() -> None:
         model.generate(**prompts((0,)), assistant_model=build("llama"), custom_generate=OURS)
     with pytest.raises(TypeError, match=r"call model.generate\(..., custom_generate=paged_attn.generate\)"):
         paged_attn.generate(model, prompts()["input_ids"], None, None, None)
-    with pytest.raises(TypeError, match=r"for prompts alone there is paged_attn.LLM"):
+    with pytest.raises(TypeError, match=r"to run prompts directly, use paged_attn.LLM"):
         paged_attn.generate(model, ["Hello"])  # type: ignore[arg-type]
     misused: Any = ((("Hello",), {"max_tokens": 3}), ((["Hello"], paged_attn.SamplingParams()), {}), ((), {"prompts": "Hello"}), ((), {}))
     for given, settings in misused:

@@ -118,7 +118,7 @@ def test_requests_that_a_layer_would_mix_are_mapped() -> None:
         (Asking, r"it asks for values of a tensor \(aten\._local_scalar_dense\.default\)"),
         (Choosing, r"it asks for values of a tensor \(aten\.index\.Tensor\)"),
         (Keeping, r"it reads a tensor \[6\] in aten\.mul\.Tensor that is neither a parameter nor a buffer of the module"),
-        (HurtByPadding, r"beside padding it is off by inf"),
+        (HurtByPadding, r"with padding it differs by inf"),
         (LooksAtItsRows, r"it decodes requests one by one"),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_attn.attn_ops.ops.define import GpuKernel, define_op
+from paged_attn.attn_ops.ops.define import GpuKernel, define_op, like_first
 
 LORA_KERNEL, LORA_UP_KERNEL = GpuKernel(), GpuKernel()
 _HALVES = (torch.bfloat16, torch.float16)
@@ -67,10 +67,6 @@ def _run_up(y: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[
     return lora_up_one_by_one(y, b, scales, slots, rows) if result is None else result
 
 
-def _fake(y: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(y, memory_format=torch.contiguous_format)
-
-
 def _fake_up(y: Tensor, b: Tensor, *_: object) -> Tensor:
     return y.new_empty((*y.shape[:-1], b.shape[1]))
 
@@ -78,7 +74,7 @@ def _fake_up(y: Tensor, b: Tensor, *_: object) -> Tensor:
 # y [..., N] and x [..., K] of T rows each; for S adapters of rank R or less a [S, P R, K], b [S, N, R] and scales [S, P] float32, where
 # the P parts of y have `rows` outputs each, N together; slots [T] int32, a row's adapter or -1 -> y plus, for a row with adapter s and
 # each part p, scales[s, p] * b[s, outputs of p] @ (a[s, p R : (p + 1) R] @ x).
-LORA = define_op("lora(Tensor y, Tensor x, Tensor a, Tensor b, Tensor scales, Tensor slots, int[] rows) -> Tensor", _run, _fake)
+LORA = define_op("lora(Tensor y, Tensor x, Tensor a, Tensor b, Tensor scales, Tensor slots, int[] rows) -> Tensor", _run, like_first)
 
 # The same -> [..., N], for y [..., N + S P R], which holds the products with `a` after those of the layer, in the dtype of y.
 LORA_UP = define_op("lora_up(Tensor y, Tensor b, Tensor scales, Tensor slots, int[] rows) -> Tensor", _run_up, _fake_up)

@@ -42,7 +42,7 @@ def refusal(suspect: Suspect, served: Served, original: Original, truth: Truth, 
     step = next(step for step in steps_of(truth.prompts, served.is_causal, truth.others) if step.name == suspect.step)
     if any(other.name == suspect.name for other in compare_rows_of_original(original, step, truth, noise)):
         return UnsupportedError(
-            f"self-check failed: {where} gives a token other numbers beside the tokens of other requests than alone: {seen}. In a batch "
+            f"self-check failed: {where} computes other numbers for a token if the batch has other requests: {seen}. In a batch "
             "every row must depend only on its own token and position; known to break that are forward hooks and modules that look at "
             "other rows, at a row's index or at the number of tokens. Nothing was generated."
         )
@@ -63,7 +63,7 @@ def _of_attention(suspect: Suspect, layer: LayerReport, served: Served, truth: T
                 "model: name another one, such as backend='torch_native'. Please report this."
             )
     return UnsupportedError(
-        f"self-check failed: {words} was not recognised as what it is: {seen}, whatever backend computes it. {served.otherwise}. "
+        f"self-check failed: {words} was recognised wrongly: {seen}, with any backend. {served.otherwise}. "
         "Please report this. Nothing was generated."
     )
 

@@ -94,8 +94,8 @@ def _generate(
     with_scores = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     if with_scores and others and len(rows) > 1:
         raise UnsupportedError(
-            f"output_scores or output_logits of a batch beside {type(others[0]).__name__}: what a row computes after that has ended it is "
-            f"unknown to paged_attn.generate, while transformers gives it. Give one prompt at a time; or {ON_PAGES}"
+            f"output_scores or output_logits of a batch with {type(others[0]).__name__}: transformers also returns what a row computes "
+            f"after that has ended it, which paged_attn.generate does not know. Give one prompt at a time; or {ON_PAGES}"
         )
     llm = engine_for(model, engine_config)
     longest = min([each.max_length for each in criteria if type(each) is MaxLengthCriteria], default=config.max_length)

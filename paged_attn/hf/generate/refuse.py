@@ -18,8 +18,8 @@ _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 ON_PAGES = "model.generate(..., past_key_values=paged_attn.PagedCache(model)) does (docs/generate.md)"
 _MORE_OUTPUTS = ("output_attentions", "output_hidden_states")  # transformers also ignores these unless a dictionary is returned
 CALLED_BY_ITSELF = (
-    "paged_attn.generate is for transformers: call model.generate(..., custom_generate=paged_attn.generate); for prompts alone there is "
-    "paged_attn.LLM(model, tokenizer=...).generate(prompts)"
+    "paged_attn.generate is for transformers: call model.generate(..., custom_generate=paged_attn.generate); to run prompts directly, "
+    "use paged_attn.LLM(model, tokenizer=...).generate(prompts)"
 )
 # Arguments of `generate` that have no effect here (K and V are always in the engine's pages), or are read elsewhere.
 _KNOWN = {"attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep"}
@@ -81,4 +81,4 @@ def refuse_others(model: Any, config: GenerationConfig, called: dict[str, Any], 
                 "itself. Leave the cache out; or leave custom_generate out, and give a paged_attn.PagedCache"
             )
     if unknown := sorted(name for name, value in given.items() if says_something(value) and name not in (*_KNOWN, *_MORE_OUTPUTS)):
-        raise UnsupportedError(f"{', '.join(unknown)}: paged_attn.generate takes token ids and an attention mask alone; {ON_PAGES}")
+        raise UnsupportedError(f"{', '.join(unknown)}: paged_attn.generate takes only token ids and an attention mask; {ON_PAGES}")

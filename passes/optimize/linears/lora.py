@@ -62,7 +62,7 @@ def insert_lora(
     logits_slots = inputs.add("lora_logits_slots", (shape_of(wanted)[0],) if wanted is not None else (2,), torch.int32)
     for index, product in enumerate(found):
         site, node, value = product.site, product.node, value_of(product.node)
-        spare = site.rows_of_a(slots, rank)
+        spare = slots * len(site.parts) * rank  # rows of `a`
         own = [rooms[each] for each in product.weights]
         if _has_room(product, spare) and all(may_move(each) for room in own for each in room.inputs):
             widened += [room._replace(spare=spare) for room in own]

@@ -195,7 +195,7 @@ def test_a_bias_stays_plain() -> None:
 
 def test_a_wide_row_is_no_latent() -> None:
     stays_plain(
-        assert_ragged_equals_alone(Latent(concatenated, rank=40), optional=LATENTS), "its row of 40 + 4 values is not narrow beside"
+        assert_ragged_equals_alone(Latent(concatenated, rank=40), optional=LATENTS), "its row of 40 + 4 values is not narrow compared with"
     )
     stays_plain(assert_ragged_equals_alone(Latent(concatenated, rank=90), optional=LATENTS), "")
 
