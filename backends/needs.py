@@ -11,6 +11,8 @@ import torch
 from paged_attn.attn_ops.install_line import install_line
 
 HALF = frozenset({torch.bfloat16, torch.float16})
+UP_TO_FLOAT32 = HALF | {torch.float32}
+UP_TO_FLOAT64 = UP_TO_FLOAT32 | {torch.float64}
 
 
 @dataclass(frozen=True)

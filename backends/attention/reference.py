@@ -15,8 +15,7 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
 from paged_attn.backends.attention.capabilities import Capabilities, Feature
-
-_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+from paged_attn.backends.needs import UP_TO_FLOAT64
 
 
 @dataclass
@@ -29,8 +28,8 @@ class ReferenceBackend(AttentionBackend):
     name = "reference"
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
-        dtypes=_DTYPES,
-        kv_dtypes=_DTYPES,
+        dtypes=UP_TO_FLOAT64,
+        kv_dtypes=UP_TO_FLOAT64,
         features=frozenset(
             {Feature.WINDOW, Feature.CHUNK, Feature.DUAL_CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS,
              Feature.BIDIRECTIONAL, Feature.WINDOW_AHEAD, Feature.LSE, Feature.MLA, Feature.UNEQUAL_DIMS, Feature.DETERMINISTIC}

@@ -21,8 +21,8 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
 from paged_attn.backends.attention.capabilities import Capabilities, Feature
+from paged_attn.backends.needs import UP_TO_FLOAT64
 
-_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 MOST_MASK = 1 << 26  # elements of a mask that is expanded for every head
 MaskKey = tuple[bool, int | None, int | None, int | None, str]
 
@@ -57,8 +57,8 @@ class TorchNativeBackend(AttentionBackend):
     name = "torch_native"
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
-        dtypes=_DTYPES,
-        kv_dtypes=_DTYPES,
+        dtypes=UP_TO_FLOAT64,
+        kv_dtypes=UP_TO_FLOAT64,
         features=frozenset(
             {Feature.WINDOW, Feature.CHUNK, Feature.DUAL_CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS,
              Feature.BIDIRECTIONAL, Feature.WINDOW_AHEAD, Feature.LSE, Feature.MLA, Feature.UNEQUAL_DIMS}

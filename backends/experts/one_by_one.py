@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.ops.experts import experts_one_by_one
 from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.backends.experts.base import ExpertsBackend
-from paged_attn.backends.needs import Needs
+from paged_attn.backends.needs import UP_TO_FLOAT64, Needs
 
 
 class OneByOneBackend(ExpertsBackend):
     name = "one_by_one"
     needs: ClassVar[Needs] = Needs(
         devices=frozenset({"cpu", "cuda", "hip", "npu", "xpu"}),
-        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64}),
+        dtypes=UP_TO_FLOAT64,
         note="for each expert its tokens, added up in float32; waits for the device, so that no CUDA graph can hold it",
     )
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend
 from paged_attn.attn_ops.scans.kda import kda_extend
 from paged_attn.attn_ops.scans.state_rows import Extends, Wave
-from paged_attn.backends.needs import Needs, Requirement
+from paged_attn.backends.needs import UP_TO_FLOAT32, Needs, Requirement
 from paged_attn.backends.scans.base import Kernels, ScanProblem, ScansBackend, run_by_segments
 
 MOST = 256  # widest key
@@ -26,7 +25,7 @@ class FlaScans(ScansBackend):
     name = "fla"
     needs: ClassVar[Needs] = Needs(
         devices=frozenset({"cuda"}),
-        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        dtypes=UP_TO_FLOAT32,
         requirements=(Requirement("fla", "0.6.0", install_line("fla")),),
         note=f"prompts; keys up to {MOST}",
     )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-
-from paged_attn.backends.needs import Needs
+from paged_attn.backends.needs import UP_TO_FLOAT32, Needs
 from paged_attn.backends.scans.base import OPS, Kernels, ScansBackend
 
 
@@ -14,7 +12,7 @@ class TorchScans(ScansBackend):
     name = "torch"
     needs: ClassVar[Needs] = Needs(
         devices=frozenset({"cpu", "cuda", "hip", "npu", "xpu"}),
-        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        dtypes=UP_TO_FLOAT32,
         note="plain PyTorch, float32 inside",
     )
     ops = OPS

@@ -25,8 +25,8 @@ from paged_attn.backends.attention.capabilities import Capabilities, Feature, Sp
 from paged_attn.backends.attention.flash_style import finish
 from paged_attn.backends.attention.flex.mods import Formula, attend, compiled
 from paged_attn.backends.attention.flex.step import Keys, Tiles
+from paged_attn.backends.needs import UP_TO_FLOAT32
 
-_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 MOST_ELEMENTS = 1 << 31  # of the gathered keys or values: the kernels' offsets have 32 bits
 MaskKey = tuple[bool, int | None, int | None]
 
@@ -44,8 +44,8 @@ class FlexBackend(StoringBackend):
     name = "flex"
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
-        dtypes=_DTYPES,
-        kv_dtypes=_DTYPES,
+        dtypes=UP_TO_FLOAT32,
+        kv_dtypes=UP_TO_FLOAT32,
         features=frozenset(
             {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS, Feature.BIDIRECTIONAL,
              Feature.LSE, Feature.UNEQUAL_DIMS}

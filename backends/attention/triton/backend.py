@@ -14,14 +14,13 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall, zero_padding
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, Span
-from paged_attn.backends.needs import TRITON, importing
+from paged_attn.backends.needs import TRITON, UP_TO_FLOAT32, importing
 
 if TYPE_CHECKING:
     from paged_attn.backends.attention.triton.latent.launch import LatentLaunch
     from paged_attn.backends.attention.triton.launch import LayerLaunch
     from paged_attn.backends.attention.triton.plan import Plan
 
-_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 SHORTEST_SMALL = 256  # fewest tokens of each request
 
@@ -30,8 +29,8 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
-        dtypes=_DTYPES,
-        kv_dtypes=_DTYPES,
+        dtypes=UP_TO_FLOAT32,
+        kv_dtypes=UP_TO_FLOAT32,
         features=frozenset(
             {Feature.WINDOW, Feature.CHUNK, Feature.DUAL_CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS,
              Feature.BIDIRECTIONAL, Feature.LSE, Feature.MLA, Feature.UNEQUAL_DIMS, Feature.DETERMINISTIC}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.backends.experts.base import ExpertsBackend
-from paged_attn.backends.needs import TRITON, Needs
+from paged_attn.backends.needs import TRITON, UP_TO_FLOAT32, Needs
 from paged_attn.backends.unit_stride import unit_last
 
 FEW_TOKENS = 16
@@ -26,7 +26,7 @@ class TritonExpertsBackend(ExpertsBackend):
     name = "triton"
     needs: ClassVar[Needs] = Needs(
         devices=frozenset({"cuda", "hip"}),
-        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        dtypes=UP_TO_FLOAT32,
         requirements=(TRITON,),
         note="a few tokens read experts one by one; more are sorted by expert; prompts on Hopper have a kernel of their own",
     )

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
 from paged_attn.attn_ops.scans.kda import kda_extend
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
-from paged_attn.backends.needs import TRITON, Needs
+from paged_attn.backends.needs import TRITON, UP_TO_FLOAT32, Needs
 from paged_attn.backends.scans.base import OPS, Kernels, ScansBackend
 
 
@@ -19,7 +17,7 @@ class TritonScans(ScansBackend):
     name = "triton"
     needs: ClassVar[Needs] = Needs(
         devices=frozenset({"cuda", "hip"}),
-        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        dtypes=UP_TO_FLOAT32,
         requirements=(TRITON,),
         note="prompts and decoding; prompts under a delta rule with more than 256 keys are torch's",
     )
