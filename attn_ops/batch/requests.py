@@ -85,7 +85,7 @@ class RequestColumns:
             tokens, pages, cached, logits, slots, kept, lengths = zip(*requests, strict=True) if requests else ((),) * 7
             num_new, num_pages = list(map(len, tokens)), list(map(len, pages))
         except (TypeError, ValueError):
-            _refuse_others(requests)
+            _refuse_non_requests(requests)
             raise
         num_cached, num_logits, state_slots, length, new, counts = _integers(cached, logits, slots, lengths, num_new, num_pages)
         joined, table = np.empty(sum(num_new), np.int64), np.empty((len(pages), max(num_pages, default=1)), np.int32)
@@ -131,7 +131,7 @@ def _integers(*rows: Sequence[Any]) -> NDArray[np.int64]:
     return np.frombuffer(packed, np.int64).reshape(len(rows), -1)
 
 
-def _refuse_others(requests: Any) -> None:
+def _refuse_non_requests(requests: Any) -> None:
     """Raises TypeError for the first that is not a BatchRequest; called once converting the requests has failed."""
     if isinstance(requests, BatchRequest) or not isinstance(requests, Sequence):
         raise TypeError(f"the requests of a batch are a {type(requests).__name__}; allowed: a list of BatchRequest(tokens, pages, ...)")

@@ -59,7 +59,7 @@ class GroupedBackend(AttentionBackend):
             child.refresh(each, batch.of_group(index))
 
     def graph_lengths(self, requests: int, max_context: int, pool: KVPool) -> tuple[int, ...]:
-        """As for layers in one table: the lengths are the same in every group."""
+        """Any group's lengths: they are the same in all."""
         return self.children[0].graph_lengths(requests, max_context, pool)
 
     def graph_variant(self, batch: Batch, pool: KVPool) -> int:

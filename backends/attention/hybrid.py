@@ -79,7 +79,7 @@ class HybridBackend(AttentionBackend):
         plan.child.forward(plan.plan, *operands, **options)
 
     def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
-        """As `prefill`, since decode steps expand nothing."""
+        """What `prefill` says, because decode steps expand nothing."""
         return self.prefill.attends_expanded(spec, dtype, device)
 
     def write_kv(self, plan: HybridPlan, call: AttentionCall) -> None:

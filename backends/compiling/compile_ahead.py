@@ -109,8 +109,8 @@ def _compile(
 
 
 def _variant(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, Hashable, Hashable]:
-    told = tuple(_specialised(each, parameter.do_not_specialize) for each, parameter in zip(arguments, kernel.params, strict=False))
-    return kernel, told, tuple(sorted(constants.items()))
+    traits = tuple(_specialised(each, parameter.do_not_specialize) for each, parameter in zip(arguments, kernel.params, strict=False))
+    return kernel, traits, tuple(sorted(constants.items()))
 
 
 def _specialised(argument: Any, never: bool) -> Hashable:
@@ -124,14 +124,14 @@ def _specialised(argument: Any, never: bool) -> Hashable:
     return type(argument).__name__
 
 
-def note_of(kernel: JITFunction, told: Hashable, constants: Hashable, target: object) -> Path:
+def note_of(kernel: JITFunction, traits: Hashable, constants: Hashable, target: object) -> Path:
     """An empty file in Triton's cache on disk that marks a variant as compiled, so that a second start asks no process for it.
 
     If it is wrong (another assembler, a deleted part of Triton's cache), the launch compiles the variant.
 
     Args:
-        told: the parts of the arguments that Triton specialises on; together with `constants`, its `repr` differs for each variant.
+        traits: the parts of the arguments that Triton specialises on; together with `constants`, its `repr` differs for each variant.
         target: the GPU, in Triton's terms.
     """
-    of = (kernel.__module__, kernel.__name__, kernel.cache_key, told, constants, target, triton.__version__, sys.implementation.cache_tag)
+    of = (kernel.__module__, kernel.__name__, kernel.cache_key, traits, constants, target, triton.__version__, sys.implementation.cache_tag)
     return Path(knobs.cache.dir, "compiled_ahead", sha256(repr(of).encode()).hexdigest())

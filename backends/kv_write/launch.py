@@ -32,7 +32,7 @@ def store_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: 
 def store_latent_rows(
     latent: Tensor, rotated: Tensor | None, rows: Tensor, slots: Tensor, tokens: int, queries: tuple[Tensor, Tensor] | None
 ) -> None:  # fmt: skip
-    """As `store_latent`; rows [pages, page_size, 1, rank + width]."""
+    """`store_latent` as a Triton kernel; rows [pages, page_size, 1, rank + width]."""
     total, rank = latent.shape
     if total == 0:
         return

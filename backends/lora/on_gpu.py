@@ -89,7 +89,7 @@ class UpTiling:
 def lora_on_gpu(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int], tiling: LoraTiling | None = None
 ) -> Tensor | None:
-    """As the op; None for a dtype without a kernel of ours."""
+    """Computes the op; None for a dtype without a kernel of ours."""
     if y.dtype not in DTYPES or len({y.dtype, x.dtype, a.dtype, b.dtype}) != 1:
         return None
     given, result = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
@@ -128,7 +128,7 @@ def lora_on_gpu(
 def lora_up_on_gpu(
     y: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int], tiling: UpTiling | None = None
 ) -> Tensor | None:
-    """As the op; None for a dtype without a kernel of ours."""
+    """Computes the op; None for a dtype without a kernel of ours."""
     if y.dtype not in DTYPES or y.dtype != b.dtype:
         return None
     result, (adapters, width, rank) = y.reshape(-1, y.shape[-1]), b.shape

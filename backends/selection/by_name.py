@@ -44,7 +44,7 @@ class OurBackends(Generic[B, P]):
         return [*backend.unmet(problem), *unmet_requirements(backend.needs.requirements)]
 
 
-def not_taken(rejected: Mapping[str, str]) -> str:
+def rejected_suffix(rejected: Mapping[str, str]) -> str:
     """` (not taken: grouped_mm: ranked after triton)`, or ""."""
     others = "; ".join(f"{name}: {why}" for name, why in rejected.items())
     return f" (not taken: {others})" if others else ""

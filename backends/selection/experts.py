@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem
-from paged_attn.backends.selection.by_name import OurBackends, not_taken
+from paged_attn.backends.selection.by_name import OurBackends, rejected_suffix
 
 logger = logging.getLogger("paged_attn")
 BUILT_IN = {
@@ -31,7 +31,7 @@ class ExpertsSelection:
     rejected: dict[str, str]
 
     def describe(self) -> str:
-        return self.name + not_taken(self.rejected)
+        return self.name + rejected_suffix(self.rejected)
 
 
 def select_experts(name: str, problem: ExpertsProblem) -> ExpertsSelection:

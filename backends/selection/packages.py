@@ -70,8 +70,8 @@ def installed_version(module: str, distributions: tuple[str, ...]) -> str | None
 
 def unmet_requirement(requirement: Requirement) -> str | None:
     """Why the requirement is not met here (found, needed, install line); None if it is."""
-    lacking = what_is_lacking(requirement)
-    return f"{lacking}: {requirement.install}" if lacking else None
+    reason = why_unmet(requirement)
+    return f"{reason}: {requirement.install}" if reason else None
 
 
 def unmet_requirements(requirements: Iterable[Requirement]) -> list[str]:
@@ -79,7 +79,7 @@ def unmet_requirements(requirements: Iterable[Requirement]) -> list[str]:
     return list(filter(None, map(unmet_requirement, requirements)))
 
 
-def what_is_lacking(requirement: Requirement) -> str | None:
+def why_unmet(requirement: Requirement) -> str | None:
     """`unmet_requirement` without the install line, which contains the path of this installation."""
     module, needed = requirement.module, requirement.version
     distributions = next((package.distributions for package in PACKAGES if package.module == module), (module,))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.backends.scans.base import Kernels, ScanProblem, ScansBackend
-from paged_attn.backends.selection.by_name import OurBackends, not_taken
+from paged_attn.backends.selection.by_name import OurBackends, rejected_suffix
 
 BUILT_IN = {
     "triton": "paged_attn.backends.scans.triton.backend:TritonScans",
@@ -32,7 +32,7 @@ class ScanSelection:
 
     def describe(self) -> str:
         """`kda by torch (not taken: fla: ...)`"""
-        return f"{self.op} by {self.name}" + not_taken(self.rejected)
+        return f"{self.op} by {self.name}" + rejected_suffix(self.rejected)
 
 
 def select_scan(name: str, problem: ScanProblem) -> ScanSelection:

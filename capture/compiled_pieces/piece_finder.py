@@ -73,7 +73,7 @@ class _PieceFinder(fx.Interpreter):
         # symbols; they must be ignored, because Inductor refuses a piece while such a symbol waits for the operation that made it.
         env = self.fake_mode.shape_env
         with self.fake_mode, env.ignore_fresh_unbacked_symbols() if env else nullcontext(), enable_python_dispatcher(), torch.no_grad():
-            return super().run(*map(_made_anew, args), **kwargs)
+            return super().run(*map(_recreated, args), **kwargs)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         piece = getattr(self.module, str(target))
@@ -87,7 +87,7 @@ class _PieceFinder(fx.Interpreter):
             return super().call_module(target, args, kwargs)
         key = found.fingerprint, found.sizes.symbols
         if key in self.outputs:
-            return tree_map(_made_anew, self.outputs[key])
+            return tree_map(_recreated, self.outputs[key])
         result = super().call_module(target, args, kwargs)
         if _are_new(result, args) and fingerprint(whole, args) == found.fingerprint:
             self.outputs[key] = result
@@ -100,7 +100,7 @@ class _PieceFinder(fx.Interpreter):
 
 
 def _are_new(outputs: Any, inputs: Sequence[Any]) -> bool:
-    """Whether `_made_anew` can reproduce the outputs: plain tensors that share no memory with the inputs or each other, and whose sizes
+    """Whether `_recreated` can reproduce the outputs: plain tensors that share no memory with the inputs or each other, and whose sizes
     contain only the inputs' symbols."""
     new = [value for value in tree_leaves(outputs) if isinstance(value, Tensor)]
     if any(type(value) is not FakeTensor or value.layout != torch.strided or value.is_conj() or value.is_neg() for value in new):
@@ -120,7 +120,7 @@ def _returning_tuple(piece: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
     return fx.GraphModule(piece, graph), single
 
 
-def _made_anew(value: Any) -> Any:
+def _recreated(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if isinstance(offset := value.storage_offset(), int) and offset == 0:

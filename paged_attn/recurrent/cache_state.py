@@ -106,10 +106,10 @@ class CacheTemplate:
         """A new cache: an empty one for None, else one that holds `states` [batch, ...] in the order of `state_paths`."""
         if states is None:
             return _copy_along(self.fresh, self._tree, (), {path: value.clone() for path, value in self._start.items()})
-        kept = {path: self._whole(path, state) for path, state in zip(self.state_paths, states, strict=True)}
+        kept = {path: self._full_tensor(path, state) for path, state in zip(self.state_paths, states, strict=True)}
         return _copy_along(self.present, self._tree, (), kept)
 
-    def _whole(self, path: Path, state: Tensor) -> Tensor:
+    def _full_tensor(self, path: Path, state: Tensor) -> Tensor:
         """The model's tensor, of which the state may be only a column."""
         if path not in self._columns:
             return state

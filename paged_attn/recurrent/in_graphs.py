@@ -55,22 +55,22 @@ def _why_not(layer: RecurrentLayer) -> str:
         return "it decodes requests one by one"
     inputs = layer.given
     _, along = stepwise(layer, inputs)
-    told = []
+    logs = []
     for steps in AGES:
         rows, states, expected = ages(inputs, along, steps)
         try:
-            launches, got = _step(layer, rows, states)
+            log, got = _step(layer, rows, states)
         except NotCapturable as reason:
             return str(reason)
         except torch.OutOfMemoryError:
             raise
         except MODEL_ERRORS as failure:  # raised by the model's own code
             return f"with padding it raises {type(failure).__name__}: {failure}"
-        told.append(launches)
+        logs.append(log)
         error, allowed = difference(expected, got), allowed_error(expected, layer.own_error)
         if not error <= allowed:
             return f"with padding it differs by {error:.2g} of its size; {allowed:.2g} is allowed"
-    apart = first_difference(*told)
+    apart = first_difference(*logs)
     return f"what it launches depends on more than its tensors: {apart}" if apart else ""
 
 
@@ -93,7 +93,7 @@ def _step(layer: RecurrentLayer, rows: Sequence[Tensor], states: Sequence[Tensor
     )
     with launches:
         runner.forward(plan, 0, given, output)
-    return launches.told, (output[0, real][:, None], [state[slots[real]] for state in pool.states(0)])
+    return launches.log, (output[0, real][:, None], [state[slots[real]] for state in pool.states(0)])
 
 
 class NotCapturable(RuntimeError):
@@ -101,7 +101,7 @@ class NotCapturable(RuntimeError):
 
 
 class Launches(TorchDispatchMode):
-    """Inside, `told` gets one line per operation: its name, its numbers, and the origins of its tensors.
+    """Inside, `log` gets one line per operation: its name, its numbers, and the origins of its tensors.
 
     Args:
         given: tensors that may differ between calls, at fixed addresses.
@@ -113,7 +113,7 @@ class Launches(TorchDispatchMode):
 
     def __init__(self, given: Sequence[Tensor], kept: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.told: list[str] = []
+        self.log: list[str] = []
         self._origins = {id(tensor): f"kept {id(tensor)}" for tensor in kept} | {id(t): f"given {i}" for i, t in enumerate(given)}
         self._alive: list[Any] = []  # an id is only unique while its object is alive
         self._made = 0
@@ -124,7 +124,7 @@ class Launches(TorchDispatchMode):
             raise NotCapturable(f"it asks for values of a tensor ({func})")
         if func in _CONSTANTS and id(args[0]) not in self._origins:
             self._origins[id(args[0])] = f"constant {args[0].dtype} {args[0].device} {args[0].tolist()}"
-        self.told.append(f"{func} {tree_map_only(Tensor, lambda tensor: self._origin(tensor, func), (args, kwargs))}")
+        self.log.append(f"{func} {tree_map_only(Tensor, lambda tensor: self._origin(tensor, func), (args, kwargs))}")
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in self._origins:

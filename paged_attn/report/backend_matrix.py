@@ -10,7 +10,7 @@ from paged_attn.backends.needs import Needs, Requirement, architecture_words, na
 from paged_attn.backends.scans.base import OPS
 from paged_attn.backends.selection.experts import BUILT_IN as EXPERTS
 from paged_attn.backends.selection.experts import experts_backend
-from paged_attn.backends.selection.packages import requirement_words, what_is_lacking
+from paged_attn.backends.selection.packages import requirement_words, why_unmet
 from paged_attn.backends.selection.registry import backend_class, backend_names
 from paged_attn.backends.selection.scans import BUILT_IN as SCANS
 from paged_attn.backends.selection.scans import scans_backend
@@ -165,7 +165,7 @@ def available_here(capabilities: Needs) -> str:
             reasons.append(f"no GPU with {architecture_words(capabilities.architectures)}; found {architecture_words(found)}")
     else:
         reasons = [f"runs on {names_of(capabilities.devices)}; this machine has {names_of(present)}"]
-    reasons += [missing for need in capabilities.requirements if (missing := what_is_lacking(need))]
+    reasons += [missing for need in capabilities.requirements if (missing := why_unmet(need))]
     return f"no: {'; '.join(reasons)}" if reasons else f"yes: {names_of(usable)}"
 
 
@@ -185,7 +185,7 @@ def _install_lines() -> list[str]:
     needed += [(name, scans_backend(name).needs.requirements) for name in SCANS]
     for name, needs in needed:
         for need in needs:
-            if what_is_lacking(need) and name not in names.get(need.install, ()):
+            if why_unmet(need) and name not in names.get(need.install, ()):
                 names.setdefault(need.install, []).append(name)
     return [f"  {', '.join(found)}: {line}" for line, found in names.items()]
 

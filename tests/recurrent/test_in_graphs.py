@@ -167,7 +167,7 @@ def test_launches_tell_tensors_by_where_they_come_from() -> None:
     def told(value: Tensor, weight: Tensor) -> list[str]:
         with Launches([value], [weight]) as launches:
             (value @ weight).add_(1.5)
-        return launches.told
+        return launches.log
 
     weight = torch.randn(3, 3)
     first, second = told(torch.randn(2, 3), weight), told(torch.randn(2, 3), weight)

@@ -62,7 +62,6 @@ class Cascade:
     merge: Any  # flashinfer.merge_state_in_place
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
-        """As `Launch`."""
         shape, dtype = output.shape, query.dtype
         whole = writable(output, dtype)
         part = torch.empty(shape, dtype=dtype, device=query.device)

@@ -134,7 +134,6 @@ class PagedParts:
         return cls(pool, slice(first, first + new), tuple(parts))
 
     def attend(self, backend: Backend, call: LatentCall, latents: KVPool) -> None:
-        """As `PagedExpansion.attend`."""
         query, width = call.query[self.rows], call.spec.value_dim
         sums = query.new_zeros((*query.shape[:2], width), dtype=torch.float32)
         totals = query.new_full(query.shape[:2], float("-inf"), dtype=torch.float32)

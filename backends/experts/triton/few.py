@@ -38,7 +38,7 @@ def few_experts(
     gating: Gating,
     tiling: FewTiling = FewTiling(),
 ) -> Tensor:
-    """As the op; ids and weights [T, k] are contiguous."""
+    """Computes the op; ids and weights [T, k] are contiguous."""
     (tokens, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
     early = early_start(x.device)
     inner = torch.empty((tokens * top_k, width), dtype=x.dtype, device=x.device)

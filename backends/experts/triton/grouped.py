@@ -89,7 +89,7 @@ def grouped_experts(
     gating: Gating,
     tiling: GroupedTiling | None = None,
 ) -> Tensor:
-    """As the op; ids and weights [T, k] are contiguous. Launches as many blocks as there may be, so nothing waits for the GPU."""
+    """Computes the op; ids and weights [T, k] are contiguous. Launches as many blocks as there may be, so nothing waits for the GPU."""
     (tokens, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
     num_pairs = tokens * top_k
     products = hopper_products(x, w1, w2, b1, b2, gating, num_pairs / experts) if tiling is None else None

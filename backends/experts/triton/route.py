@@ -16,7 +16,7 @@ MOST_EXPERTS = 1024  # most experts that one program can hold
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """As the op; None if there are more experts than a program can hold."""
+    """Computes the op; None if there are more experts than a program can hold."""
     tokens, experts = logits.shape
     groups = triton.next_power_of_2(routing.groups)
     size = triton.next_power_of_2(experts // routing.groups)

@@ -31,7 +31,7 @@ class _Part(NamedTuple):
 def step(
     x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, columns: Sequence[int], states: Tensor, rows: StateRows
 ) -> bool:
-    """As `short_conv_step`; always True."""
+    """Computes `short_conv_step`; always True."""
     taps, width = weight.shape[1], states.shape[2]
     for part in _parts(x, columns, weight, bias, output, states):
         channels = len(part.weight)
@@ -48,7 +48,7 @@ def extend(
     x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, columns: Sequence[int], states: Tensor,
     extends: Extends,
 ) -> bool:  # fmt: skip
-    """As `short_conv_extend`; always True."""
+    """Computes `short_conv_extend`; always True."""
     taps, width = weight.shape[1], states.shape[2]
     where, last = extends.taps(taps, width)
     known, remembered = (extends.rows, extends.slots_on_device, extends.continues), len(extends.lengths) * width

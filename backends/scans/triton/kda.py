@@ -20,7 +20,7 @@ PART = 16  # tokens within which decays are computed as differences
 def kda(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, states: Tensor, extends: Extends
 ) -> bool:
-    """As `kda_extend`; False if keys are longer than a program can hold."""
+    """Computes `kda_extend`; False if keys are longer than a program can hold."""
     _, heads, k_dim, v_dim = states.shape
     if k_dim > MOST:
         return False

@@ -29,7 +29,7 @@ NARROW = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # operands of
 def gated_delta(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, states: Tensor, extends: Extends
 ) -> bool:
-    """As `gated_delta_extend`; False if keys are longer than a program can hold."""
+    """Computes `gated_delta_extend`; False if keys are longer than a program can hold."""
     _, heads, k_dim, v_dim = states.shape
     if k_dim > MOST:
         return False
@@ -53,7 +53,7 @@ def gated_delta(
 
 
 def mamba1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, states: Tensor, extends: Extends) -> bool:
-    """As `mamba1_extend`; False if a channel's state is larger than a program can hold."""
+    """Computes `mamba1_extend`; False if a channel's state is larger than a program can hold."""
     _, channels, n_dim = states.shape
     block_n = triton.next_power_of_2(n_dim)
     block_c = NUMBERS // (TOKENS * block_n)

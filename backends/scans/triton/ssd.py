@@ -24,7 +24,7 @@ TOGETHER = 16  # most heads that share the products of their queries and keys
 def mamba2(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, low: float, high: float, states: Tensor, extends: Extends
 ) -> bool:
-    """As `mamba2_extend`; always True."""
+    """Computes `mamba2_extend`; always True."""
     _, heads, p_dim, n_dim = states.shape
     repeats, narrow = heads // b.shape[1], None if x.dtype in TOO_SMALL else NARROW.get(x.dtype)
     sizes = Sizes.of(p_dim, n_dim, narrow)

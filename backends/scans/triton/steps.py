@@ -19,7 +19,7 @@ NUMBERS = 4096  # elements of a state per program, about
 def gated_delta(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, states: Tensor, rows: StateRows
 ) -> bool:
-    """As `gated_delta_step`, with either g; False if keys are longer than a program can hold."""
+    """Computes `gated_delta_step`, with either g; False if keys are longer than a program can hold."""
     _, heads, k_dim, v_dim = states.shape
     if k_dim > MOST:
         return False
@@ -37,7 +37,7 @@ def gated_delta(
 
 
 def mamba2(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, states: Tensor, rows: StateRows) -> bool:
-    """As `mamba2_step`; False if a channel's state is larger than a program can hold."""
+    """Computes `mamba2_step`; False if a channel's state is larger than a program can hold."""
     _, heads, p_dim, n_dim = states.shape
     if n_dim > MOST:
         return False
@@ -53,7 +53,7 @@ def mamba2(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tenso
 
 
 def mamba1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, states: Tensor, rows: StateRows) -> bool:
-    """As `mamba1_step`; False if a channel's state is larger than a program can hold."""
+    """Computes `mamba1_step`; False if a channel's state is larger than a program can hold."""
     _, channels, n_dim = states.shape
     if n_dim > MOST:
         return False

@@ -89,7 +89,7 @@ class PagedCalls:
         cache = given_cache(given)
         if torch.compiler.is_compiling() or current_context() is not None:
             return self.compiled(*args, **given)
-        if cache is None and self._begins_anew(given) and (output := self._start(None, args, given)) is not None:
+        if cache is None and self._cache_was_dropped(given) and (output := self._start(None, args, given)) is not None:
             return output
         if not isinstance(cache, Cache):
             return self.compiled(*args, **given)
@@ -132,7 +132,7 @@ class PagedCalls:
         """Whether the `generate` that called us has made it."""
         return not getattr(cache, "_is_user_defined", False) and generate_frame(self.model) is not None
 
-    def _begins_anew(self, given: dict[str, Any]) -> bool:
+    def _cache_was_dropped(self, given: dict[str, Any]) -> bool:
         """Whether the model dropped the cache of its `generate`, as models do whose rotary embedding changes with the length (longrope)."""
         if not given.get("use_cache") or generate_frame(self.model) is None:
             return False
@@ -202,7 +202,7 @@ class PagedCalls:
             try:
                 with held_back.let_through():
                     engine = Engine(self.model, None, self.config.with_(layer_groups=False))  # rows have tables of their own
-                _refuse_others(engine)
+                _refuse_unsupported(engine)
             except UnsupportedError as refusal:
                 self.refusal.note(self.model, refusal)
                 self._say(f"generate runs without pages: {refusal}")
@@ -261,7 +261,7 @@ def _num_tokens(cache: Cache) -> int | None:
         return None
 
 
-def _refuse_others(engine: Engine) -> None:
+def _refuse_unsupported(engine: Engine) -> None:
     """Releases the engine and raises LastingRefusalError if its steps need more than the rows of `generate`."""
     name = type(engine.runner.model).__name__
     if engine.state_pool is not None:

@@ -84,8 +84,8 @@ def _proved(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
     if not all(state.dtype.is_floating_point for state in layer.spec.states):
         raise NoOpFits("a state of it is not a floating-point tensor")
     with torch.no_grad(), evaluating(layer.module):
-        with model_code(_not_without_cache):
-            ops, states = _what_runs(layer, scopes)
+        with model_code(_needs_cache):
+            ops, states = _ops_and_states(layer, scopes)
         if len(ops) < len(layer.spec.states):
             raise NoOpFits("ops are known for only some of its states")
         chosen = dataclasses.replace(layer, ops=ops, scans=_selected(layer, ops, states, backend))
@@ -95,7 +95,7 @@ def _proved(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
             error, allowed = _compared(chosen, scopes)
             if error <= allowed:
                 return chosen
-        with model_code(_not_without_cache):  # without kernels: if this is off too, the ops do not fit
+        with model_code(_needs_cache):  # without kernels: if this is off too, the ops do not fit
             own_error, own_allowed = _compared(layer, scopes)
     if not own_error <= own_allowed:
         raise NoOpFits(f"its ops are off by {own_error:.2g} of its size, allowed is {own_allowed:.2g}")
@@ -107,7 +107,7 @@ def _proved(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
     raise NoOpFits(why)
 
 
-def _not_without_cache(why: str) -> NoOpFits:
+def _needs_cache(why: str) -> NoOpFits:
     return NoOpFits(f"it cannot be called without a cache: {why}")
 
 
@@ -122,7 +122,7 @@ def scopes_of(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
     return [scope for scope in forward_scopes(modules) if FUNCTIONS.keys() & scope.keys()]
 
 
-def _what_runs(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[StateSpec]]:
+def _ops_and_states(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[StateSpec]]:
     """The ops that the layer's forward calls in a step of two tokens, and the state of each."""
     pool = StatePool([layer.spec], 2, _device(layer))
     batch = Batch.build([BatchRequest([0] * 2, [1], state_slot=1)], PAGE, _device(layer), StepShape(2 + PADDING, MIN_ROWS))

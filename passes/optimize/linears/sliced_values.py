@@ -93,10 +93,10 @@ def _kind(node: fx.Node, views: list[fx.Node]) -> Hashable:
     """Equal for views that compute the same from `node`, judged by shapes, strides and dtypes."""
     numbers = {view: index for index, view in enumerate((node, *views))}
 
-    def told(argument: fx.Node) -> Any:
+    def text_of(argument: fx.Node) -> Any:
         return f"%{numbers[argument]}" if argument in numbers else f"<{_layout(value_of(argument))}>"
 
-    return tuple((*_use(view), repr(fx.map_arg((view.args, dict(view.kwargs)), told))) for view in views)
+    return tuple((*_use(view), repr(fx.map_arg((view.args, dict(view.kwargs)), text_of))) for view in views)
 
 
 def _use(node: fx.Node) -> tuple[Any, ...]:

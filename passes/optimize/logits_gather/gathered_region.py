@@ -129,7 +129,7 @@ def _copied(number: fx.Node, args: tuple[Any, ...]) -> fx.Node:
 
 @contextmanager
 def _traced_like(value: FakeTensor) -> Iterator[None]:
-    """As in tracing, but without guards: a size that would have needed one becomes a number, and `fits` then fails."""
+    """Inside, operations run as in tracing but without guards: a size that needed one becomes a number, and `fits` then fails."""
     shapes = value.fake_mode.shape_env
     # Composite operations on symbolic sizes need the Python dispatcher (torch 2.11).
     with value.fake_mode, shapes.suppress_guards() if shapes else nullcontext(), enable_python_dispatcher(), torch.no_grad():
