@@ -102,8 +102,8 @@ def check_rows(prompts: Sequence[Tensor], logits: Sequence[Tensor], takes_rows: 
             advice = (
                 "leave logits_to_keep out, or pass logits_to_keep=batch.logits_rows"
                 if takes_rows
-                else "its forward must return the logits of every position (or take logits_to_keep), and not of the last one or of the "
-                "whole sequence alone"
+                else "its forward must return the logits of every position (or take logits_to_keep), not only of the last one or of the "
+                "whole sequence"
             )
             raise UnsupportedError(
                 f"this call gives logits of {each.shape[0]} rows for {len(prompt)} tokens, but a ragged batch needs those of "

@@ -99,7 +99,7 @@ class PagedCalls:
         if getattr(cache, _MOVED, False):
             raise UnsupportedError("this DynamicCache was moved to pages; continue with the cache of the last output")
         if type(cache) is DynamicCache:
-            if first is not None and first[0]() is cache and self._is_as_it_was(cache, first[1]):
+            if first is not None and first[0]() is cache and self._is_unchanged(cache, first[1]):
                 before = self._start(cache, (), first[1])
                 if before is not None:
                     return self._go_on(before[CACHE_NAME], args, given)
@@ -121,9 +121,9 @@ class PagedCalls:
         if type(cache) is DynamicCache and self._is_of_generate(cache):
             self._first = (weakref.ref(cache), {**without_cache(given), "logits_to_keep": 1})
 
-    def _is_as_it_was(self, cache: DynamicCache, given: dict[str, Any]) -> bool:
-        """Whether the `generate` that made the cache continues where its first call ended: nobody cropped or replaced it. A user's own
-        decoding loop may have put other rows into it."""
+    def _is_unchanged(self, cache: DynamicCache, given: dict[str, Any]) -> bool:
+        """Whether the `generate` that made the cache continues where its first call ended, with the cache neither cropped nor replaced. A
+        user's own decoding loop may have put other rows into it."""
         ids, frame = given.get("input_ids"), generate_frame(self.model)
         in_order = frame is not None and frame.f_locals.get("custom_generate") is None
         return in_order and self._is_of_generate(cache) and ids is not None and _num_tokens(cache) == ids.shape[1]
