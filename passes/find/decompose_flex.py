@@ -62,7 +62,7 @@ def _write_out(node: fx.Node) -> None:
         result = call_with_value(graph, torch.matmul, weights, value)
     for new in (weights, result):
         new.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
-    result.meta["original_name"] = outputs[0].name
+    result.meta.update(original_name=outputs[0].name, found_by="flex_attention")
     outputs[0].replace_all_uses_with(result)
     for old in (*node.users, node):
         graph.erase_node(old)

@@ -46,8 +46,9 @@ def bring_to_layout(softmax: fx.Node, num_tokens: Any) -> fx.Node:
     with softmax.graph.inserting_before(softmax):
         permuted = call_with_value(softmax.graph, "permute", argument_of(softmax, 0, "input"), order)
         new = call_with_value(softmax.graph, softmax.target, permuted, -1, *softmax.args[2:], **given)
-        result = call_with_value(softmax.graph, "permute", new, [order.index(axis) for axis in range(len(order))])
-    for node in (permuted, new, result):
+        back = call_with_value(softmax.graph, "permute", new, [order.index(axis) for axis in range(len(order))])
+        result = call_with_value(softmax.graph, "contiguous", back)  # as the softmax left it: what follows may be a `view`
+    for node in (permuted, new, back, result):
         node.meta["nn_module_stack"] = softmax.meta.get("nn_module_stack")
     softmax.replace_all_uses_with(result)
     softmax.graph.erase_node(softmax)
@@ -63,12 +64,21 @@ def relabel(product: Product, left_labels: str, layout: str) -> Product:
         equation = f"{left_labels},{product.right_labels}->{layout}"
         new = result = call_with_value(graph, torch.einsum, equation, left, product.right)
         if layout != product.layout:
-            result = call_with_value(graph, "permute", new, [layout.index(label) for label in product.layout])
+            back = call_with_value(graph, "permute", new, [layout.index(label) for label in product.layout])
+            back.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+            result = call_with_value(graph, "contiguous", back)
     for each in (left, new, result):
         each.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
-    result.meta["original_name"] = node.meta.get("original_name", node.name)
+    keep_origin(node, result)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
     relabelled = product_of(new)
     assert relabelled is not None
     return relabelled
+
+
+def keep_origin(node: fx.Node, new: fx.Node) -> None:
+    """Note on what takes a node's place what the node was called in the model's graph, and which finder it came from."""
+    new.meta["original_name"] = node.meta.get("original_name", node.name)
+    if "found_by" in node.meta:
+        new.meta["found_by"] = node.meta["found_by"]

@@ -18,6 +18,7 @@ from torch import fx
 from paged_attn.passes.find.attention_site import AttentionSite, UnknownAttention, WrittenScores, attention_stand_in, module_path
 from paged_attn.passes.find.decompose_flex import decompose_flex
 from paged_attn.passes.find.dual_chunk import find_dual_chunk
+from paged_attn.passes.find.flattened_rows import split_rows
 from paged_attn.passes.find.products import Product, other_uses, score_products, split_baddbmm, weighted_sums
 from paged_attn.passes.find.score_layout import bring_to_layout, token_axes
 from paged_attn.passes.find.weights_as_softmax import softmaxes_of_weights
@@ -44,6 +45,7 @@ def find_softmax(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
     decompose_flex(graph)
     softmaxes = [node for node in graph.nodes if is_softmax(node) and token_axes(node, form.num_tokens) is not None]
     split_baddbmm(graph, form.num_tokens)
+    split_rows(graph, form.num_tokens)
     softmaxes = [bring_to_layout(node, form.num_tokens) for node in softmaxes]
     of_weights = softmaxes_of_weights(graph, set(softmaxes), form.num_tokens)
     sites, taken = find_dual_chunk(softmaxes, form)
@@ -145,7 +147,7 @@ def _site(softmax: fx.Node, form: CallForm, of_weights: Product | None) -> Atten
     output.node.replace_all_uses_with(result)
     scores = WrittenScores(products.node, walk.scores(), softmax, output.left, output.node, lse, of_weights is not None)
     original = output.node.meta.get("original_name", output.node.name)
-    found_by = "flex_attention" if original != output.node.name else "softmax"
+    found_by = output.node.meta.get("found_by", "softmax")
     if of_weights is not None:
         found_by = "weights without a softmax"
     return AttentionSite(stand_in, query, key, value, scores, found_by, original, output.to_canonical)

@@ -72,11 +72,11 @@ def _table_limit(probe: MaskProbe) -> int:
     for scale in probe.scales:
         images = probe.images(scale)
         shortest, literal = min(images.values(), default=0), min(images, default=0)
-        probe.run((shortest,), scale, seed=0)
+        seen = probe.run((shortest,), scale, seed=0)
         longest = shortest
         try:
             for longest in range(shortest, shortest + 4):
-                probe.run((longest + 1,), scale, seed=0)
+                seen = _longer(probe, probe.run((longest + 1,), scale, seed=0), seen)
         except ProbeFailed:
             ends.add(literal + longest - shortest)
             probe.table_ends.append(longest)
@@ -84,6 +84,16 @@ def _table_limit(probe: MaskProbe) -> int:
         raise ProbeFailed(f"{probe.where}: its mask cannot be made for small probes, and none of its numbers {probe.literals} says why")
     probe.table_length = ends.pop()
     return probe.table_length
+
+
+def _longer(probe: MaskProbe, seen: Seen, before: Seen) -> Seen:
+    """What was seen with one token more; ProbeFailed if earlier tokens see something else (a slice that begins at -1 has one column)."""
+    inside = before.visible
+    shorter = seen.visible[: len(inside), : len(inside)]
+    same = np.array_equal(inside, shorter) and (before.bias is None or seen.bias is not None)
+    if not same:
+        raise ProbeFailed(f"{probe.where}: its mask is another one on {len(seen.visible)} tokens than on {len(inside)}")
+    return seen
 
 
 def _prove(probe: MaskProbe, max_positions: int | None) -> MaskProof:
@@ -100,6 +110,8 @@ def _prove(probe: MaskProbe, max_positions: int | None) -> MaskProof:
     direct = probe.run((_direct_length(probe, family, max_positions, heads),), None, seed=0)
     _explain_numbers(probe, family, direct)
     _check(probe, found, family, direct.visible)
+    if direct.bias is None:
+        _check_no_bias(probe, direct)
     bias = None if direct.bias is None else _prove_bias(probe, direct.visible, direct.bias, max_positions)
     tabulated = bias.table.shape[1] if bias is not None and bias.table is not None and not _saturates(bias) else None
     count = len(MATCH_LENGTHS) + len(CHECK_LENGTHS) + len(PACKINGS) + 1  # plus the unscaled one
@@ -190,6 +202,14 @@ def _prove_bias(probe: MaskProbe, visible: BoolMatrix, bias: FloatArray, max_pos
         if not equals_bias(family, seen.bias if seen.bias is not None else np.zeros((1, length, length)), seen.visible):
             raise _unknown_bias(probe, visible, bias, f"is {family.describe()} on {len(visible)} tokens but not on {length}")
     return family
+
+
+def _check_no_bias(probe: MaskProbe, direct: Seen) -> None:
+    """Nothing was added to the scores of one long call: nor may there be to those of shorter ones."""
+    for length in (min(n, probe.table_length or n) for n in CHECK_LENGTHS):
+        seen = probe.run((length,), None, seed=length)
+        if seen.bias is not None:
+            raise _unknown_bias(probe, seen.visible, seen.bias, f"is there on {length} tokens but not on {len(direct.visible)}")
 
 
 def _saturates(family: BiasFamily) -> bool:

@@ -114,8 +114,10 @@ class SubgraphProbe:
 
         def constant(node: fx.Node, value: Any) -> Any:
             image = images.get(scaled_number(node, value))  # type: ignore[arg-type]
-            if image is None and self.scales is LIMITS and is_size(node):  # a table built with this many entries also has that shape
-                image = images.get(value) if type(value) is int else None
+            if image is None and self.scales is LIMITS and is_size(node) and type(value) is int:
+                # A table's shape has its number of entries: arange(-255, 1) has 256.
+                near = (value - d for d in (0, 1, -1, 2, -2) if value - d in images)
+                image = next((images[literal] + value - literal for literal in near), None)
             return value if image is None else type(value)(image if value > 0 else -image)
 
         with model_code(lambda why: ProbeFailed(f"{self.where}: its mask cannot be made for {total} tokens: {why}")):

@@ -111,6 +111,22 @@ def einsum_groups_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bghts,bshd->btghd", weights, v.transpose(1, 2)).flatten(2, 3).transpose(1, 2)
 
 
+def heads_in_the_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """BigCode's first code: all heads of a token, one token after the other, against the one KV head."""
+    flat = q.transpose(1, 2).reshape(1, -1, 8)
+    buffer = torch.full((1, flat.shape[1], length(q)), float("nan"))
+    scores = torch.baddbmm(buffer, flat, k[0].mT[None][:, 0], beta=0, alpha=SCALE).view(1, length(q), 4, -1)
+    weights = torch.where(visible(q)[None, :, None], scores, torch.full([], MIN)).softmax(-1)
+    return torch.bmm(weights.view(1, -1, length(q)), v[:, 0]).view(1, length(q), 4, 8).transpose(1, 2)
+
+
+def groups_in_the_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """All tokens of one query head after those of another, against the KV head of both."""
+    scores = (q.reshape(1, 2, -1, 8) @ k.mT * SCALE).view(1, 2, 2, length(q), -1)
+    weights = F.dropout((scores + mask(q)).softmax(-1).flatten(2, 3), 0.1, training=False)
+    return (weights @ v).reshape(1, 4, -1, 8)
+
+
 def einsum_key_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (torch.einsum("bhjd,bhid->bhij", k, q) * SCALE + mask(q)).softmax(-1) @ v
 
@@ -139,6 +155,12 @@ def alibi_by_distance(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     index = torch.arange(length(q))
     scores = (q @ k.transpose(-1, -2) + slopes(q) * -(index[:, None] - index).abs()) * 0.5
     return F.softmax(scores + mask(q), -1) @ v
+
+
+def alibi_cut_from_the_end(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """MPT, with the length of its table spelled out: -1 would be one column, which broadcasts."""
+    bias = torch.arange(-255, 1).view(1, 1, 1, 256) * slopes(q)
+    return F.softmax(q @ k.transpose(-1, -2) * SCALE + bias[..., 256 - length(q) :] + mask(q), -1) @ v
 
 
 def alibi_in_bfloat16(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -321,7 +343,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
             (multiplied_mask, 4, SCALE), (in_place, 4, SCALE), (grouped_5d, 2, SCALE), (bmm_3d, 4, SCALE), (baddbmm, 4, SCALE),
             (baddbmm_into_nothing, 4, SCALE),
             (einsum, 4, SCALE), (einsum_tokens_first, 4, SCALE), (einsum_grouped, 2, SCALE),
-            (einsum_key_first, 4, SCALE),
+            (einsum_key_first, 4, SCALE), (heads_in_the_rows, 1, SCALE), (groups_in_the_rows, 2, SCALE),
         )
     },
     **{
@@ -341,6 +363,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
     "window": (windowed, 4, {"sliding_window": 4096}),
     "ALiBi by key": (alibi_by_key, 4, {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)}),
     "ALiBi by distance": (alibi_by_distance, 4, {"alibi_slopes": (0.25, 0.125, 0.0625, 0.03125), "scale": 0.5}),
+    "ALiBi cut from the end": (alibi_cut_from_the_end, 4, {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625), "scale": SCALE}),
     "ALiBi of floats": (alibi_of_floats, 4, {"alibi_slopes": (0.5, 0.0625, 0.015625, 0.00390625)}),
     "one slope": (one_slope_for_all_heads, 4, {"alibi_slopes": (0.25,) * 4}),
     "ALiBi in bfloat16": (alibi_in_bfloat16, 4, {"bias_index": "key", "alibi_slopes": None}),

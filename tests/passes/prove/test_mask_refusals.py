@@ -66,10 +66,16 @@ def small_steps(ids: Tensor, pos: Tensor) -> Tensor:
     return (k <= q) & (q // 20 // 20 == k // 20 // 20)
 
 
+def bias_of_short_calls(ids: Tensor, pos: Tensor) -> Tensor:
+    q, k = rows(ids)
+    return (k - q) * 0.5 * max(0, 5 - ids.shape[1] // 20) + torch.where(k <= q, 0.0, float("-inf"))
+
+
 REFUSED: dict[str, tuple[Mask, str]] = {
     "random": (random, "matches no known family"),
     "prefix-LM": (window("(k <= q) | (k < 4)"), "matches no known family"),
     "soft": (soft, r"holds values besides 0 and -inf \(from -8 to 0\)"),
+    "bias of short calls": (bias_of_short_calls, "a bias that is there on 41 tokens but not on 609"),
     "padding token": (padding_token, "matches no known family"),
     "rare token": (rare_token, "matches no known family"),
     "differs per head, and sees ahead": (per_head_ahead, r"differs between heads"),

@@ -1,0 +1,82 @@
+"""Products whose rows are tokens and heads in one dim, as multi-query attention is written: the dim becomes two.
+
+Before: scores = bmm(q [b, T * heads, d], k [b, d, T]).view(b, T, heads, T); out = bmm(softmax(f(scores)).view(b, T * heads, T), v)
+After:  scores = einsum("axyD,aDK->axyK", q.unflatten(-2, (-1, heads)), k).flatten(-3, -2).view(b, T, heads, T), and the same for `out`
+Leaves alone: products whose rows are in no such view before or behind them. Which of the two dims comes first is read off that view; the
+        numbers are the same either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from paged_attn.passes.find.products import Product, product_of
+from paged_attn.passes.find.score_layout import keep_origin
+from paged_attn.passes.fx.graph_tools import call_with_value, shape_of, sizes_of, symbol, token_dims
+
+
+def split_rows(graph: fx.Graph, num_tokens: Any) -> None:
+    for node in list(graph.nodes):
+        product = product_of(node)
+        if product is None or product.left_labels[-2:] != product.row + product.inner or product.layout != product.labels:
+            continue
+        heads = _factor(shape_of(product.left)[-2], num_tokens)
+        if heads is None:
+            continue
+        # Scores are split behind their product, weights in front of theirs.
+        of_scores = token_dims(product.left, num_tokens) == 1
+        start, onwards = (node, _users) if of_scores else (product.left, _inputs)
+        parts = _parts(start, onwards, heads, num_tokens)
+        if parts is not None:
+            _split(product, parts)
+
+
+def _factor(size: Any, num_tokens: Any) -> int | None:
+    """How often T a size is, if that is a number above 1."""
+    times = symbol(size) / num_tokens
+    return int(times) if getattr(times, "is_Integer", False) and times > 1 else None
+
+
+def _users(node: fx.Node) -> Iterable[fx.Node]:
+    return node.users
+
+
+def _inputs(node: fx.Node) -> Iterable[fx.Node]:
+    return node.all_input_nodes
+
+
+def _parts(start: fx.Node, onwards: Callable[[fx.Node], Iterable[fx.Node]], heads: int, num_tokens: Any) -> tuple[int, int] | None:
+    """What the rows are split into at the first node onwards where they are: (-1, heads) or (heads, -1)."""
+    flat = sizes_of(start)
+    pending, seen = [start], {start}
+    while pending:
+        node = pending.pop(0)
+        sizes = sizes_of(node)
+        if sizes[:-3] == flat[:-2] and sizes[-1] == flat[-1] and sizes[-3:-1] in ((num_tokens, heads), (heads, num_tokens)):
+            return (heads, -1) if sizes[-3] == heads else (-1, heads)
+        for other in onwards(node):
+            if other not in seen and token_dims(other, num_tokens) >= 2:
+                seen.add(other)
+                pending.append(other)
+    return None
+
+
+def _split(product: Product, parts: tuple[int, int]) -> None:
+    graph, node = product.node.graph, product.node
+    new = next(letter for letter in "PQRSTUVW" if letter not in product.left_labels + product.right_labels)
+    left_labels = product.left_labels[:-1] + new + product.inner
+    layout = product.layout[:-1] + new + product.column
+    with graph.inserting_before(node):
+        left = call_with_value(graph, "unflatten", product.left, -2, parts)
+        equation = f"{left_labels},{product.right_labels}->{layout}"
+        split = call_with_value(graph, torch.einsum, equation, left, product.right)
+        result = call_with_value(graph, "flatten", split, -3, -2)
+    for each in (left, split, result):
+        each.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+    keep_origin(node, split)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
