@@ -27,7 +27,7 @@ from paged_attn.recurrent.cache_state import CacheTemplate, Path, leaves_of, nam
 from paged_attn.recurrent.layer import KeptAttributes, RecurrentLayer, call_with_attributes
 from paged_attn.recurrent.verify import verified
 from paged_attn.recurrent.watching.attributes import attribute_states, calls_of, owners_of, without_unused
-from paged_attn.recurrent.watching.call_parts import LONG, SHORT, layer_of, refused
+from paged_attn.recurrent.watching.call_parts import LONG, SHORT, NotDriven, layer_of, refused
 from paged_attn.recurrent.watching.carried import carried_layers
 from paged_attn.recurrent.watching.watch import Call, Watched, is_cache, watch
 from paged_attn.stopwatch import part
@@ -38,20 +38,15 @@ _PER_TOKEN = ("logits", "loss", "last_hidden_state", "hidden_states", "attention
 InputsOf = Callable[[int], dict[str, Any]]
 
 
-class GrowingState(UnsupportedError):
-    """Modules keep tensors that grow with the tokens besides their states.
-
-    Attributes:
-        modules: their paths.
-    """
+class GrowingState(NotDriven):
+    """Modules keep tensors that grow with the tokens besides their states."""
 
     def __init__(self, growing: dict[str, list[str]]) -> None:
-        self.modules = tuple(growing)
         why = (
-            f"it keeps {' and '.join(growing[self.modules[0]])}, which grow with the tokens, besides its state. A request has a slot for "
-            "tensors of a fixed size, and pages for the keys and values that attention reads; this is neither"
+            f"it keeps {' and '.join(next(iter(growing.values())))}, which grow with the tokens, besides its state. A request has a slot "
+            "for tensors of a fixed size, and pages for the keys and values that attention reads; this is neither"
         )
-        super().__init__(*refused(self.modules[0], why).args)
+        super().__init__(list(growing), why)
 
 
 @contextmanager
@@ -68,23 +63,23 @@ def find_recurrent_layers(model: nn.Module, inputs_of: InputsOf, beside: Iterabl
 
     Args:
         inputs_of: number of tokens -> keyword arguments of a call, in the form in which the model is captured.
-        beside: modules that are not searched.
+        beside: modules that are not searched, nor what lies inside them.
 
     Raises:
-        GrowingState: modules keep tensors that grow with the tokens besides their states.
-        UnsupportedError: a layer with state cannot be run by itself, or not token by token; the message names it and the reason.
+        NotDriven: a layer with state cannot be run by itself; the message names it and the reason.
+        Undefined: a layer's results token by token and for all tokens at once differ.
     """
     watched = _both_lengths(model, inputs_of)
     if watched is None:
         return ()
     inside = tuple(f"{name}." for name in beside)
-    calls = [call for call in _recurrent_calls(*watched) if not call.name.startswith(inside)]
+    calls = [call for call in _recurrent_calls(*watched) if not f"{call.name}.".startswith(inside)]
     if growing := {call.name: kept for call in calls if (kept := _growing(call, *watched))}:
         raise GrowingState(growing)
-    layers = [_layer(call, *watched) for call in calls]
+    layers = _layers(calls, *watched)
     if watched[1].cache is None:
-        layers = carried_layers(model, inputs_of)
-    layers = [verified(layer) for layer in layers]
+        layers = [layer for layer in carried_layers(model, inputs_of) if not f"{layer.spec.module}.".startswith(inside)]
+    layers = [_verified(layer) for layer in layers]
     repeated = [layer.spec.module for layer in layers if sum(other.module is layer.module for other in layers) > 1]
     if repeated:
         raise refused(repeated[0], "it runs more than once in one call of the model, each time on another state")
@@ -186,6 +181,18 @@ def _growing(call: Call, short: Watched, long: Watched) -> list[str]:
     return sorted(name_of(path) for path in call.changed - {*_states(call.changed, short, long)} if isinstance(many.get(path), Tensor))
 
 
+def _layers(calls: list[Call], short: Watched, long: Watched) -> list[RecurrentLayer]:
+    layers, failed = [], list[NotDriven]()
+    for call in calls:
+        try:
+            layers.append(_layer(call, short, long))
+        except NotDriven as refusal:
+            failed.append(refusal)
+    if failed:
+        raise NotDriven([refusal.modules[0] for refusal in failed], failed[0].why)
+    return layers
+
+
 def _layer(call: Call, short: Watched, long: Watched) -> RecurrentLayer:
     where, states = call.name, _states(call.changed, short, long)
     few, many = short.leaves, long.leaves
@@ -198,6 +205,12 @@ def _layer(call: Call, short: Watched, long: Watched) -> RecurrentLayer:
     earlier = next(c for c in short.calls if c.name == where)
     specs = [StateSpec(_short_name(path), tuple(many[path].shape[1:]), many[path].dtype) for path in states]
     return layer_of(call, earlier, specs, CacheTemplate(long.fresh, long.cache, call.changed, states))
+
+
+def _verified(layer: RecurrentLayer) -> RecurrentLayer:
+    where = layer.spec.module
+    with model_code(lambda why: refused(where, f"without the layers before it, its own forward fails: {why}")):
+        return verified(layer)
 
 
 def _attribute_layer(name: str, names: list[str], earlier: list[Call], calls: list[Call]) -> RecurrentLayer:

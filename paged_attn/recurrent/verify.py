@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.watching.call_parts import Undefined
 from paged_attn.tolerances import MULTIPLE, rounding, row_errors, worst
 
 logger = logging.getLogger("paged_attn")
@@ -30,7 +30,7 @@ def verified(layer: RecurrentLayer) -> RecurrentLayer:
     """The layer with `chunks` and `batches` set to what its inputs [1, n, ...] in `arguments` show.
 
     Raises:
-        UnsupportedError: its results token by token and for all tokens at once differ.
+        Undefined: its results token by token and for all tokens at once differ.
     """
     inputs = layer.given
     count = inputs[0].shape[1]
@@ -38,7 +38,7 @@ def verified(layer: RecurrentLayer) -> RecurrentLayer:
         whole = layer.run(inputs, None)
         steps, along = stepwise(layer, inputs)
         if (error := difference(whole, steps)) > FORMULAS_APART:
-            raise UnsupportedError(
+            raise Undefined(
                 f"{layer.spec.module} keeps recurrent state, but its own forward gives another result token by token than for "
                 f"{count} tokens at once (off by {error:.2g} of its size), so that what it would generate is not defined"
             )

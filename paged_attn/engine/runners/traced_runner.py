@@ -44,7 +44,6 @@ from paged_attn.recurrent.as_ops.by_ops import with_ops
 from paged_attn.recurrent.as_ops.state_dtype import with_state_dtype
 from paged_attn.recurrent.as_ops.wrap import replaced_by_ops
 from paged_attn.recurrent.discover import (
-    GrowingState,
     InputsOf,
     find_attribute_layers,
     find_recurrent_layers,
@@ -53,6 +52,7 @@ from paged_attn.recurrent.discover import (
 )
 from paged_attn.recurrent.in_graphs import with_graphs
 from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.watching.call_parts import NotDriven, Undefined
 from paged_attn.tolerances import logits_apart
 
 logger = logging.getLogger("paged_attn")
@@ -130,7 +130,7 @@ class TracedRunner:
                 self.state_in_attributes = True
                 self._capture_as_it_counts(options)
                 return
-            if where and not self.recurrent:
+            if where and not self.recurrent and not isinstance(refusal, (NotDriven, Undefined)):
                 raise UnsupportedError(
                     f"{type(self.model).__name__} keeps recurrent state in {where}; known are states in the cache of transformers, "
                     "in attributes, and those that a module is given and gives back: these can be kept for each request. Nothing was "
@@ -184,14 +184,16 @@ class TracedRunner:
             kept.keep(self.compiled, args)
 
     def _find_recurrent(self, inputs_of: InputsOf) -> tuple[tuple[RecurrentLayer, ...], Mapping[str, AllTokensCall]]:
-        """The layers with states, and the modules around what keeps more than states, which run on all tokens of a request."""
-        try:
-            return find_recurrent_layers(self.model, inputs_of), {}
-        except GrowingState as refusal:
-            around = modules_around(self.model, refusal.modules, inputs_of)
-            if not around:
-                raise
-            return find_recurrent_layers(self.model, inputs_of, beside=around), around
+        """The layers with states, and the modules around those that cannot be run by themselves, which run on all tokens of a request."""
+        around: dict[str, AllTokensCall] = {}
+        while True:
+            try:
+                return find_recurrent_layers(self.model, inputs_of, beside=around), around
+            except NotDriven as refusal:
+                more = modules_around(self.model, refusal.modules, inputs_of)
+                if not more or more.keys() <= around.keys():
+                    raise
+                around |= more
 
     def _use(self, args: list[Any]) -> None:
         """Bind the model's tensors to the graph and prove it on numbers."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,12 +50,17 @@ def untraceable_class(model: nn.Module, failure: BaseException | None) -> type[n
     """The class of the innermost submodule in whose forward Dynamo met a number that depends on data; None for other failures."""
     if "data-dependent" not in str(failure):
         return None
+    return class_running(model, [(frame.filename, frame.lineno, frame.name) for frame in getattr(failure, "real_stack", None) or ()])
+
+
+def class_running(model: nn.Module, frames: Sequence[tuple[str, int, str]]) -> type[nn.Module] | None:
+    """The class of the innermost submodule whose forward is among these calls: file, line and function of each, the innermost last."""
     classes = {type(module) for name, module in model.named_modules() if name}
     codes = {inspect.unwrap(kind.forward).__code__: kind for kind in classes}
-    for frame in reversed(getattr(failure, "real_stack", None) or ()):
+    for file, number, function in reversed(frames):
         for code, kind in codes.items():
             last = max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
-            if (frame.filename, frame.name) == (code.co_filename, code.co_name) and code.co_firstlineno <= frame.lineno <= last:
+            if (file, function) == (code.co_filename, code.co_name) and code.co_firstlineno <= number <= last:
                 return kind
     return None
 

@@ -12,26 +12,42 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.hf.patch import can_be_hooked
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in \w+\n\s*(\S.*)')
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(\S.*)')
+
+_STACK = "User stack:"
+_CANNOT = "cannot be captured as one graph, which serving needs"
 
 
 class NotTraced(UnsupportedError):
     """torch.compile makes no one graph of the model."""
 
 
+class CountsTokens(NotTraced):
+    """The number of tokens became a constant in the model's code, so that a trace would hold for calls of one length.
+
+    Attributes:
+        frames: file, line and function of each call on the way there, the innermost last.
+    """
+
+    frames: tuple[tuple[str, int, str], ...] = ()
+
+
 def not_traced(model: nn.Module, failure: Exception) -> NotTraced:
     """The words for a failure of Dynamo's: what it says, and first where the number of tokens became a constant, if that is it."""
-    name, frames = type(model).__name__, _FRAME.findall(str(failure))
+    name = type(model).__name__
+    # Of the inputs that are named, others became constants where they met what was made of the first.
+    frames = next((found for stack in str(failure).split(_STACK) if (found := _FRAME.findall(stack))), [])
     if isinstance(failure, ConstraintViolationError) and frames:
-        file, line, code = frames[-1]
+        file, line, _, code = frames[-1]
         why = (
             f": the number of tokens becomes a constant at {file}:{line} (`{code[:80]}`), so that the graph would hold for calls of one "
             "length. Python loops and lists over the tokens, and libraries that compile for each shape, do that; arange and comparisons "
             f"of tensors do not. torch.compile says:\n{failure}\n"
         )
-    else:
-        why = f"; torch.compile says:\n{failure}\n"
-    return NotTraced(f"{name} cannot be captured as one graph, which serving needs{why}")
+        refusal = CountsTokens(f"{name} {_CANNOT}{why}")
+        refusal.frames = tuple((file, int(line), function) for file, line, function, _ in frames)
+        return refusal
+    return NotTraced(f"{name} {_CANNOT}; torch.compile says:\n{failure}\n")
 
 
 def lacks_fake(failure: BaseException | None) -> bool:

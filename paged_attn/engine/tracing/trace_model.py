@@ -28,13 +28,13 @@ from paged_attn.engine.tracing.experts_as_ops import experts_as_ops
 from paged_attn.engine.tracing.last_token import for_all_tokens
 from paged_attn.engine.tracing.looping.as_ops import looping_experts_as_ops
 from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_around, on_all_tokens
-from paged_attn.engine.tracing.opaque_modules import ReadsMask, line_of, modules_as_ops, untraceable_class
+from paged_attn.engine.tracing.opaque_modules import ReadsMask, class_running, line_of, modules_as_ops, untraceable_class
 from paged_attn.engine.tracing.ops_without_fakes import OpsWithoutFakes
 from paged_attn.engine.tracing.repeated.expand import expand
 from paged_attn.engine.tracing.repeated.find import AlikeLayers, alike_layers
 from paged_attn.engine.tracing.repeated.marks import marked
 from paged_attn.engine.tracing.repeated.same_code import NotAlike, guards_of_trace
-from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, not_traced, unwrapped_refusals
+from paged_attn.engine.tracing.trace_failure import CountsTokens, fails_in, lacks_fake, not_traced, unwrapped_refusals
 from paged_attn.engine.tracing.while_tracing import (
     dynamo_unlogged,
     messages,
@@ -108,11 +108,16 @@ def _capture_with_opaque_modules(
             fakes = unknown.told() if unknown else nullcontext()
             with as_served(model), experts, looping as blocks, modules_as_ops(model, opaque, inputs), fakes, on_all_tokens(model, on_all):
                 return _capture_all_lengths(model, options, positions)
-        except (ReadsMask, UnknownAttention, MixesRows) as refusal:
-            if isinstance(refusal, ReadsMask):
-                opaque.pop(refusal.kind)
+        except (ReadsMask, UnknownAttention, MixesRows, CountsTokens) as refusal:
             modules = dict(model.named_modules())
-            mixes = refusal.kind if isinstance(refusal, ReadsMask) else type(modules.get(refusal.module))
+            mixes: type[nn.Module] | None
+            if isinstance(refusal, ReadsMask):
+                mixes = refusal.kind
+                opaque.pop(mixes)
+            elif isinstance(refusal, CountsTokens):
+                mixes = class_running(model, refusal.frames)  # a loop over tokens, whatever it does with them
+            else:
+                mixes = type(modules[refusal.module]) if refusal.module in modules else None
             around = modules_around(model, [name for name, module in modules.items() if type(module) is mixes], inputs)
             if not around or around.keys() <= on_all.keys():
                 raise
@@ -155,13 +160,14 @@ def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: b
                     raise
                 length = refusal.length + 2  # the table may be left in the model from calls with this many tokens
                 continue
+            short = _capture(model, options, trace_inputs(model, TRACE_TOKENS, positions), True, layers)
             logger.warning(
                 "%s can only be captured for up to %d positions, though it runs longer calls itself: %s",
                 type(model).__name__,
                 length - 2,
                 refusal,
             )
-            return _capture(model, options, trace_inputs(model, TRACE_TOKENS, positions), True, layers)
+            return short
         bound = compiled.rewrite.form.max_tokens
         if best is not None and compiled.split is None and bound is None:
             return best
@@ -181,9 +187,9 @@ def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: b
 def _say_limit(model: nn.Module, bound: int, positions: bool, refusal: UnsupportedError) -> None:
     """A trace ends with a table of the model, which is all the positions that it has, unless it runs longer calls itself."""
     longer = bound <= LONGEST_TRIED and _runs(model, bound + 1, positions)
-    more = " though it runs longer ones itself" if longer else ""
+    more = ", though it runs longer ones itself" if longer else ""
     log = logger.warning if longer else logger.info
-    log("%s is served for up to %d positions, where a table of it ends,%s: %s", type(model).__name__, bound, more, refusal)
+    log("%s is served for up to %d positions, where a table of it ends%s: %s", type(model).__name__, bound, more, refusal)
 
 
 def _runs(model: nn.Module, length: int, positions: bool) -> bool:

@@ -67,8 +67,25 @@ def _outputs(call: Call) -> tuple[tuple[Output, ...], int, torch.dtype]:
     return outputs, len(parts), dtypes.pop()
 
 
-def refused(where: str, why: str) -> UnsupportedError:
-    """The error for a layer that cannot be run by itself."""
-    return UnsupportedError(
-        f"{where} keeps recurrent state, and paged_attn cannot run it one request at a time: {why}. Nothing was generated."
-    )
+class NotDriven(UnsupportedError):
+    """Modules with recurrent state cannot be run by themselves, one request at a time.
+
+    Attributes:
+        modules: their paths.
+        why: what is in the way, for the first of them.
+    """
+
+    def __init__(self, modules: Sequence[str], why: str) -> None:
+        self.modules, self.why = tuple(modules), why
+        super().__init__(
+            f"{modules[0]} keeps recurrent state, and paged_attn cannot run it one request at a time: {why}. Nothing was generated."
+        )
+
+
+class Undefined(UnsupportedError):
+    """What a layer computes from its state is another thing than what it computes without: no tokens are the model's."""
+
+
+def refused(where: str, why: str) -> NotDriven:
+    """The error of a layer that cannot be run by itself."""
+    return NotDriven([where], why)
