@@ -24,6 +24,10 @@ class UnknownAttention(UnsupportedError):
         super().__init__(words)
 
 
+class OtherTokens(UnsupportedError):
+    """An attention over fewer, more or other positions than the tokens of a call are."""
+
+
 @dataclass(frozen=True)
 class SdpaScores:
     """softmax(scale * q.k + mask), as F.scaled_dot_product_attention defines it; the mask is boolean, additive or None."""

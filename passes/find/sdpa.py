@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.find.attention_site import AttentionSite, SdpaScores, UnknownAttention, attention_stand_in, module_path
+from paged_attn.passes.find.attention_site import AttentionSite, OtherTokens, SdpaScores, UnknownAttention, attention_stand_in, module_path
 from paged_attn.passes.fx.call_form import CallForm, CallNotPaged
 from paged_attn.passes.fx.graph_tools import arguments_of, call_of_value, call_with_value, depends_on, shape_of, symbol, value_of
 
@@ -63,7 +63,14 @@ def _site(node: fx.Node, form: CallForm) -> AttentionSite:
     if not form.reason and len(shapes[0]) == 4 and any(symbol(shape[0]) != 1 for shape in shapes):
         raise UnsupportedError(f"{where}: q, k, v have shapes {[list(s) for s in shapes]}; known is one row, [1, heads, tokens, dim]")
     if not form.reason and lengths[0] != form.num_tokens:
-        raise UnsupportedError(f"{where}: it attends over {shapes[0][-2]} positions, not over the {form.num_tokens} tokens of the call")
+        added = lengths[0] - form.num_tokens
+        if added.is_Integer and added > 0:
+            raise OtherTokens(
+                f"{where}: it attends over {added} positions more than the call has tokens: the model adds its own to every prompt "
+                "(learned or meta tokens, a soft prompt), and pages hold keys and values of a request's tokens alone. Run this model "
+                "without paged_attn."
+            )
+        raise OtherTokens(f"{where}: it attends over {shapes[0][-2]} positions, not over the {form.num_tokens} tokens of the call")
     scale = given.get("scale")
     if isinstance(scale, fx.Node):
         raise UnsupportedError(f"{where}: its scale ({scale.name}) is computed from the number of tokens; it must be a constant")

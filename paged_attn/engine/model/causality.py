@@ -22,6 +22,10 @@ OF_ALL_TOKENS = (
     "something is computed from all tokens of a call at once, such as a factor made of their number, or the scale of numbers that are "
     "quantised as it runs"
 )
+OF_CHOSEN_TOKENS = (
+    "it attends over some of the tokens of a call, such as those that a router rates highest (mixture of depths), and which these are "
+    "depends on all of them"
+)
 OF_CHOICES = "of more than {0} keys, which {0} a query takes changes with the number of tokens, as among equal scores"
 
 

@@ -28,17 +28,25 @@ from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.runs.traced_served import TracedServed
 from paged_attn.compiled.graph_inputs import GraphInputs, logits_of
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.engine.model.causality import OF_ALL_TOKENS, OF_CHOICES, refuse_acausal, refuse_both_directions, refuse_branches
+from paged_attn.engine.model.causality import (
+    OF_ALL_TOKENS,
+    OF_CHOICES,
+    OF_CHOSEN_TOKENS,
+    refuse_acausal,
+    refuse_both_directions,
+    refuse_branches,
+)
 from paged_attn.engine.model.model_output import TokenIds, check_output
 from paged_attn.engine.model.model_state import Difference
 from paged_attn.engine.model.rows_of_logits import rows_of_logits
 from paged_attn.engine.runners.merged_weights import bind_merged
 from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_around
-from paged_attn.engine.tracing.ropes_by_length import RopesByLength
+from paged_attn.engine.tracing.ropes_by_length import RopesByLength, dynamic_switches
 from paged_attn.engine.tracing.trace_failure import NotTraced, with_advice
 from paged_attn.engine.tracing.trace_model import TRACE_TOKENS, only_device, trace_inputs, trace_model
 from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.parallel.local_model import served_locally
+from paged_attn.passes.find.attention_site import OtherTokens
 from paged_attn.passes.fx.model_facts import model_dtype
 from paged_attn.recurrent.as_ops.by_ops import with_ops
 from paged_attn.recurrent.as_ops.state_dtype import with_state_dtype
@@ -94,6 +102,8 @@ class TracedRunner:
                     self._capture_with_state(options)
             except UnsupportedError as refusal:
                 self._refuse_choices()
+                if isinstance(refusal, OtherTokens):
+                    refuse_acausal(model, 0, self.token_ids.tried, OF_CHOSEN_TOKENS)
                 if isinstance(refusal, NotTraced):
                     refuse_acausal(model, 0, self.token_ids.tried, OF_ALL_TOKENS)
                     if not self.recurrent:  # without a trace there would be no room for states
@@ -200,7 +210,8 @@ class TracedRunner:
         traced, args = args, bind_merged(args, self.compiled.merges)
         self.compiled.recurrent = self.recurrent
         if self.compiled.split is None:
-            raise UnsupportedError(f"{type(self.model).__name__} cannot run paged batches: {self.compiled.rewrite.not_paged}")
+            what = f"{type(self.model).__name__} cannot run paged batches: {self.compiled.rewrite.not_paged}"
+            raise UnsupportedError(what + dynamic_switches(self.model))
         if not isinstance(self.model, Body):
             refuse_both_directions(self.compiled.specs)
             refuse_branches(self.model, self.compiled.rewrite.form.min_tokens, self.token_ids.tried)

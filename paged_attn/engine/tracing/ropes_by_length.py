@@ -167,3 +167,21 @@ def _computes_the_same(module: nn.Module, inner: Callable[..., Any], kind: str |
             logger.info("%s computes something else in a call of %d tokens than its frequencies for it", type(module).__name__, length)
             return False
     return True
+
+
+def dynamic_switches(model: nn.Module) -> str:
+    """Words for a model that was refused for numbers that it makes of the length: its switches of dynamic NTK scaling that are on."""
+    found = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if value is True and "dynamic" in name and "ntk" in name
+    ]
+    if not found:
+        return ""
+    return (
+        f". {', '.join(found)} is True: once a call is longer than the model was trained for, dynamic NTK scaling takes a rotary base by "
+        "its length, and so turns the keys of earlier tokens anew as a text grows. Up to that length the base is the usual one: the model "
+        f"is served with the same tokens there after setting it to False (model.{found[0]} = False, or the config's entry before the "
+        "model is made), with max_model_len for that length."
+    )

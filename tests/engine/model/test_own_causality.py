@@ -88,6 +88,22 @@ class Branching(nn.Module):
         return self.head(attended[:, 0])
 
 
+class OfTheBest(Branching):
+    """Mixture of depths: the half of a call's tokens that a router rates highest attend to each other, the others pass by."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x = self.embed(input_ids)
+        best = x.sum(-1).topk(max(1, x.shape[1] // 2), dim=1).indices.sort(1).values[..., None].expand(-1, -1, x.shape[-1])
+        q, k, v = self.qkv(x.gather(1, best)).chunk(3, -1)
+        attended = nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=True)[:, 0]
+        return self.head(x.scatter_add(1, best, attended))
+
+
+def test_a_choice_among_the_tokens_of_a_call() -> None:
+    with pytest.raises(UnsupportedError, match=r"OfTheBest itself is not causal: .* that a router rates highest \(mixture of depths\)"):
+        LLM(OfTheBest(4, 1.0).eval(), num_pages=20)
+
+
 @pytest.mark.parametrize("few", [4, 60])
 def test_another_answer_in_short_calls_is_refused_without_the_self_check(few: int) -> None:
     with pytest.raises(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -44,6 +45,46 @@ class Cropped(nn.Module):
 def test_some_tokens_of_a_call() -> None:
     with pytest.raises(UnsupportedError):
         LLM(Cropped().eval(), num_pages=20)
+
+
+class BringsTokens(nn.Module):
+    """Three learned tokens in front of every prompt (Hymba's meta tokens)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.meta = nn.Parameter(torch.randn(1, 3, WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.cat([self.meta, self.embed(ids)], 1)
+        q, k, v = (part[:, None] for part in self.qkv(x).chunk(3, -1))
+        return self.head(x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])[:, 3:]
+
+
+def test_tokens_that_the_model_brings() -> None:
+    with pytest.raises(UnsupportedError, match="over 3 positions more than the call has tokens: the model adds its own to every prompt"):
+        LLM(BringsTokens().eval(), num_pages=20)
+
+
+class BaseByLength(Multihead):
+    """Qwen-7B's first code: a base of which Python takes the logarithm, the usual one up to 64 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(need_weights=False)
+        self.use_dynamic_ntk = True
+
+    def forward(self, ids: Tensor) -> Tensor:
+        factor = max(2 ** math.ceil(math.log(ids.shape[1] / 64, 2) + 1) - 1, 1) if self.use_dynamic_ntk else 1
+        return super().forward(ids) * (1.0 / factor)
+
+
+def test_a_base_that_depends_on_the_length_says_what_to_set() -> None:
+    model = BaseByLength().eval()
+    with pytest.raises(UnsupportedError, match=r"for one length only, .* use_dynamic_ntk is True: .*\(model\.use_dynamic_ntk = False"):
+        LLM(model, num_pages=20)
+    model.use_dynamic_ntk = False
+    with LLM(model, num_pages=20, max_model_len=64) as llm:
+        assert llm.generate([[4, 5]])[0].token_ids[0] == int(model(torch.tensor([[4, 5]]))[0, -1].argmax())
 
 
 class Parts(nn.Module):
