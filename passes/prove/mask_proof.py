@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.fx.mask_literals import LARGEST_SHOWN
+from paged_attn.passes.fx.mask_literals import LARGEST_SHOWN, is_size
 from paged_attn.passes.prove.bias_family import BiasFamily, FloatArray, equals_bias, match_bias
 from paged_attn.passes.prove.mask_family import BoolMatrix, MaskFamily, draw, match_family, packed_variants
 from paged_attn.passes.prove.mask_probe import MaskProbe, Seen
@@ -44,7 +44,10 @@ def prove(probe: MaskProbe, max_positions: int | None = None) -> MaskProof:
         return _prove(probe, max_positions)
     except ProbeFailed:
         if not probe.literals:
-            raise
+            probe.stored_end = _end_of_made_table(probe)
+            if not probe.stored_end:
+                raise
+            return _prove(probe, max_positions)
     every = probe.literals
     try:
         limit = _table_limit(probe)  # a number that was scaled down may be the length of a table
@@ -59,6 +62,21 @@ def prove(probe: MaskProbe, max_positions: int | None = None) -> MaskProof:
             raise
         return _prove(probe, max_positions)
     return _prove(probe, limit)
+
+
+def _end_of_made_table(probe: MaskProbe) -> int:
+    """How long a table is that each call makes and cuts to its tokens (`torch.ones(2048, 2048).tril()[:T, :T]`); 0 if none is."""
+    sizes = {int(each) for node in probe.nodes if is_size(node) for each in node.args if type(each) is int and each > LARGEST_SHOWN}
+    for size in sorted(sizes):
+        try:
+            probe.run((size,), None, seed=0)
+        except ProbeFailed:
+            continue
+        try:
+            probe.run((size + 1,), None, seed=0)
+        except ProbeFailed:
+            return size
+    return 0
 
 
 def _table_limit(probe: MaskProbe) -> int:
