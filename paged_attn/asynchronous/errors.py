@@ -73,5 +73,8 @@ class RequestFailedError(ServingError):
         return type(self), (str(self), self.code), self.__dict__
 
 
+TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients know that a conversation must be shortened
+
+
 class PromptError(RequestError):
     """A prompt that cannot be served."""

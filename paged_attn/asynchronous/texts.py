@@ -7,7 +7,7 @@ import queue
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
-from paged_attn.asynchronous.errors import PromptError
+from paged_attn.asynchronous.errors import TOO_LONG, PromptError
 from paged_attn.asynchronous.fair_pool import FairPool
 from paged_attn.asynchronous.job import Prompt
 from paged_attn.chat.request import ChatRequest
@@ -90,6 +90,7 @@ class Texts:
         guide: tuple[str, str] | None,
         client: Hashable,
         cut: Cut | None = None,
+        param: str = "messages",
     ) -> Prompt:
         """Messages in the tokenizer's chat template, with the beginning of the answer, and how answers are read.
 
@@ -98,12 +99,13 @@ class Texts:
             length: about how many characters there are.
             guide: what the answer follows besides, as `SamplingParams.guide` has it.
             cut: how much is kept of the prompt.
+            param: what errors call it.
 
         Raises:
             ChatError: there is no template, or it refuses the messages; then with its own words.
             PromptError: the prompt is too long.
         """
-        return await self._in_thread(client, length, lambda own: self._chat(own, make_request(), guide, cut))
+        return await self._in_thread(client, length, lambda own: self._chat(own, make_request(), guide, cut, param))
 
     def of_token(self, token_id: int) -> str:
         """A token's text with its leading space; `token_id:N` for one that is not a whole text, such as a part of a character."""
@@ -170,10 +172,10 @@ class Texts:
         settings = {} if add_special_tokens else {"add_special_tokens": False}
         return Prompt(self._ids(own, given, param, cut, **settings), given)
 
-    def _chat(self, own: Any, request: ChatRequest, guide: tuple[str, str] | None, cut: Cut | None) -> Prompt:
+    def _chat(self, own: Any, request: ChatRequest, guide: tuple[str, str] | None, cut: Cut | None, param: str) -> Prompt:
         prompt = request.prompt(own, guide)
         form = prompt.form.with_tokenizer(self.tokenizer)
-        return Prompt(self._ids(own, prompt.text, "messages", cut, add_special_tokens=False), prompt.text, form)
+        return Prompt(self._ids(own, prompt.text, param, cut, add_special_tokens=False), prompt.text, form)
 
     def _ids(self, own: Any, text: str, param: str, cut: Cut | None, **settings: Any) -> list[int]:
         """The token ids of a text. Of one that is far too long and not to be cut only the beginning is tokenized, and it is refused."""
@@ -191,7 +193,7 @@ class Texts:
     def _check_text(self, text: str, param: str) -> None:
         if len(text) > self.max_characters:
             most = f"{self.room:,} tokens, for which there is room, are {self.max_characters:,} at most"
-            raise PromptError(f"{param} has {len(text):,} characters; {most}; shorten it", param)
+            raise PromptError(f"the prompt is too long: {len(text):,} characters; {most}; shorten it", param, TOO_LONG)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -199,7 +201,8 @@ class Texts:
             raise PromptError(f"{param} holds {what}, which is not text; send both halves or none", param) from error
 
     def _too_long(self, count: int, param: str) -> PromptError:
-        return PromptError(f"{param} has {count:,} tokens or more; there is room for {self.room:,}; shorten it", param)
+        what = f"the prompt is too long: {count} tokens > {self.room}, for which there is room, and it may have more; shorten it"
+        return PromptError(what, param, TOO_LONG)
 
 
 def _decoded(own: Any, token_ids: Sequence[int]) -> str:

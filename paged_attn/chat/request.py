@@ -16,7 +16,7 @@ from paged_attn.chat.formats.tool_format import ToolFormat
 from paged_attn.chat.marks import kept_ids
 from paged_attn.chat.messages import plain_messages
 from paged_attn.chat.template import reads_tools, rendered, template_text
-from paged_attn.chat.tools import Tool, ToolChoice, checked_choice, checked_tools
+from paged_attn.chat.tools import Tool, ToolChoice, allowed_tools, checked_choice, checked_tools
 from paged_attn.engine.requests.detokenizer import special_ids
 from paged_attn.shown import shown
 
@@ -71,7 +71,10 @@ class ChatRequest:
             ChatError: messages, tools or settings that cannot be served; says which, and what is allowed.
         """
         tools = checked_tools(self.tools)
-        choice = checked_choice(self.tool_choice, tools)
+        tools, wanted = allowed_tools(self.tool_choice, tools)
+        choice = checked_choice(wanted, tools)
+        if choice.mode == "required" and guide is not None and guide[0] == "json_schema":
+            guide = None  # a schema is of the text, of which such an answer has none
         if choice.mode == "none":
             tools = []
         template = template_text(tokenizer, self.chat_template, bool(tools))

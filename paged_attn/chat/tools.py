@@ -82,6 +82,32 @@ def _tool(given: Any, where: str) -> Tool:
     return Tool(name, dict(parameters) if parameters else NO_PARAMETERS, dict(given))
 
 
+def allowed_tools(choice: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
+    """The tools that the model hears of, and the choice among them: of `{"type": "allowed_tools", ...}`, with its fields in a field of that
+    name or beside it, those that it names and its mode.
+
+    Raises:
+        ChatError: it names none, or one that there is not.
+    """
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return list(tools), choice
+    given = choice.get("allowed_tools", choice)
+    mode, listed = (given.get("mode"), given.get("tools")) if isinstance(given, Mapping) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        allowed = '{"mode": "auto" or "required", "tools": [{"type": "function", "function": {"name": ...}}, ...]}'
+        raise ChatError(f"tool_choice.allowed_tools: got {shown(given)}; allowed: {allowed}", "tool_choice")
+    names = [_name_of(each) for each in listed]
+    known = [tool.name for tool in tools]
+    if (unknown := next((name for name in names if name not in known), None)) is not None:
+        raise ChatError(f"tool_choice: no tool is called {shown(unknown)}; tools given: {', '.join(known[:10]) or 'none'}", "tool_choice")
+    return [tool for tool in tools if tool.name in names], mode
+
+
+def _name_of(listed: Any) -> Any:
+    function = listed.get("function", listed) if isinstance(listed, Mapping) else None
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
 def checked_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
     """`None` is "auto" where there are tools.
 
@@ -97,7 +123,7 @@ def checked_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type", "function") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        allowed = ", ".join(CHOICES) + ', {"type": "function", "function": {"name": ...}}'
+        allowed = ", ".join(CHOICES) + ', {"type": "function", "function": {"name": ...}}, {"type": "allowed_tools", ...}'
         raise ChatError(f"tool_choice: got {shown(choice)}; allowed: {allowed}", "tool_choice")
     if all(tool.name != name for tool in tools):
         known = ", ".join(tool.name for tool in tools[:10]) or "none"

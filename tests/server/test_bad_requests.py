@@ -27,7 +27,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [5, 96]}, "prompt", "token id 96 at position 1 of the prompt is out of range; this model has ids 0 to 95"),
     ({"prompt": [[5], [-1]]}, "prompt", "(prompt 2 of 2)"),
     ({"prompt": [10**30]}, "prompt", "out of range"),
-    ({"prompt": [1] * 257}, "prompt", "the prompt has 257 tokens, but the model has 256 positions; shorten it by 1"),
+    ({"prompt": [1] * 257}, "prompt", "the prompt is too long: 257 tokens > 256, the model's positions; shorten it by 1"),
     ({"prompt": "\ud800"}, "prompt", "half of a surrogate pair"),
     ({"max_tokens": -1}, "max_tokens", "max_tokens: got -1; allowed: an int >= 0"),
     ({"max_tokens": "5"}, "max_tokens", "max_tokens: Input should be a valid integer; got '5'"),
@@ -111,7 +111,7 @@ def test_a_bad_completion_request_gets_400_and_the_engines_words(running: Runnin
         ([{"role": "user", "content": "a", "audio": {"id": 1}}], "messages.0.audio", "field 'audio' is not supported"),
         ([{"role": "user", "content": "a", "name": 3}], "messages.0.name", "got 3; allowed: a text"),
         ([{"role": "user", "content": "\udc00"}], "messages", "half of a surrogate pair"),
-        ([{"role": "user", "content": "long " * 100}], "messages", "but the model has 256 positions"),
+        ([{"role": "user", "content": "long " * 100}], "messages", "tokens > 256, the model's positions"),
     ],
 )
 def test_bad_messages_get_400(running: Running, messages: Any, param: str, words: str) -> None:

@@ -219,13 +219,13 @@ def test_far_too_long_a_prompt_is_seen_by_its_length_or_its_beginning() -> None:
         texts._copies.get()
         texts._copies.put(Counting())
     assert texts.max_characters == 1000 * len("<pad>")
-    with pytest.raises(PromptError, match="prompt has 5,001 characters; 1,000 tokens, for which there is room, are 5,000 at most"):
+    with pytest.raises(PromptError, match="too long: 5,001 characters; 1,000 tokens, for which there is room, are 5,000 at most"):
         asyncio.run(texts.prompts(["x" * 5001], "a"))
     assert seen == []
     (prompt,) = asyncio.run(texts.prompts(["x" * 4000], "a"))
     assert len(prompt.token_ids) == 4000, "the engine says by how much it is too long"
     texts.max_characters = 10**9
-    with pytest.raises(PromptError, match="prompt has 7,984 tokens or more; there is room for 1,000; shorten it"):
+    with pytest.raises(PromptError, match="too long: 7984 tokens > 1000, for which there is room, and it may have more; shorten it"):
         asyncio.run(texts.prompts(["x" * 10**6], "a"))
     assert seen == [4000, 8000]
     texts.close()

@@ -19,6 +19,24 @@ from paged_attn.passes.fx.model_facts import max_positions, text_config
 from paged_attn.shown import shown
 
 
+class PromptTooLongError(ValueError):
+    """A prompt of more tokens than there is room for. Its words are those by which Claude Code and LiteLLM know that a conversation must
+    be shortened.
+
+    Args:
+        count: of the prompt's tokens.
+        most: how many there may be, apart from `more`.
+        what: the name of `most`.
+    """
+
+    def __init__(self, count: int, most: int, what: str, more: int = 0) -> None:
+        super().__init__(f"the prompt is too long: {count} tokens > {most}, {what}; shorten it by {count - most - more}")
+        self.count, self.most, self.what, self.more = count, most, what, more
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.count, self.most, self.what, self.more), self.__dict__
+
+
 @dataclass(frozen=True)
 class ModelLimits:
     """Limits that the model's own config states, or its tables show; None where there is none.
@@ -86,7 +104,7 @@ class ModelLimits:
             more: how many tokens it may have beyond the model's positions.
 
         Raises:
-            ValueError: it is empty, holds ids that this model does not have, or is longer than its positions.
+            ValueError: it is empty, holds ids that this model does not have, or, as `PromptTooLongError`, is longer than its positions.
             TypeError: it is not a list of whole numbers.
         """
         if isinstance(ids, (str, bytes, bytearray)):
@@ -105,8 +123,7 @@ class ModelLimits:
             if numbers.min() < 0 or numbers.max() >= self.vocab_size:
                 raise self._out_of_range(prompt)
         if self.max_positions is not None and len(prompt) > self.max_positions + more:
-            allowed = f"max_model_len is {self.max_positions}" if self.bounded else f"the model has {self.max_positions} positions"
-            raise ValueError(f"the prompt has {len(prompt)} tokens, but {allowed}; shorten it by {len(prompt) - self.max_positions - more}")
+            raise PromptTooLongError(len(prompt), self.max_positions, "max_model_len" if self.bounded else "the model's positions", more)
         return prompt
 
     def _out_of_range(self, prompt: Sequence[int]) -> ValueError:

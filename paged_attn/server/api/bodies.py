@@ -39,7 +39,9 @@ _TEXT = {"type": "string", "minLength": 1}
 PROMPTS: list[Any] = [_TEXT, _IDS, {"type": "array", "items": _TEXT, "minItems": 1}, {"type": "array", "items": _IDS, "minItems": 1}]
 NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 # Fields of OpenAI's that change nothing here.
-IGNORED = frozenset({"user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"})
+IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "prediction"}
+)
 # Fields that would change the answer: only the values that ask for nothing.
 NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((None, 1), "use n with logprobs and compare"),
@@ -53,7 +55,6 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "response_format": ((None, {"type": "text"}), "completions and chats have it; give json_schema, regex or grammar"),
     "modalities": ((None, ["text"]), "leave it out"),
     "audio": (NOTHING, "leave it out"),
-    "prediction": (NOTHING, "leave it out"),
     "reasoning_effort": (NOTHING, "only chats have it"),
     "verbosity": (NOTHING, "leave it out"),
     "web_search_options": (NOTHING, "leave it out"),
@@ -82,6 +83,7 @@ class Body(Closed):
     limit_name: ClassVar[str] = "max_tokens"
     prompt_name: ClassVar[str] = "prompt"
     neutral: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = NEUTRAL
+    codes: ClassVar[Mapping[str, str]] = {}  # of errors for fields that clients know by another one than unsupported_value
     text_at_end: ClassVar[bool] = True  # whole answers are read when they have ended
 
     model: Name | None = Field(None, description="the served model's name, or none")
@@ -133,7 +135,9 @@ class Body(Closed):
             value = values.get(name)
             if name in cls.model_fields or any(value == each and isinstance(value, bool) <= isinstance(each, bool) for each in allowed):
                 continue
-            raise ApiError(400, f"{name}={shown(value)} is not supported; {hint}", param=name, code="unsupported_value")
+            raise ApiError(
+                400, f"{name}={shown(value)} is not supported; {hint}", param=name, code=cls.codes.get(name, "unsupported_value")
+            )
         return values
 
     @model_validator(mode="before")

@@ -106,7 +106,7 @@ async def _chat_answer(
     parsers = state.settings.tool_parser, state.settings.reasoning_parser
 
     async def prompts() -> list[Prompt]:
-        return [await texts.chat(lambda: body.chat_request(*parsers), body.num_characters, guide, tenant, cut)]
+        return [await texts.chat(lambda: body.chat_request(*parsers), body.num_characters, guide, tenant, cut, body.prompt_name)]
 
     return await _answer(request, body, texts, prompts, make_reply)
 
@@ -198,9 +198,10 @@ def _ready(request: Request, body: Body) -> tuple[ServerState, Engine, Texts]:
 def _model(state: ServerState, name: str) -> dict[str, Any]:
     engine = state.llm.thread.engine
     limit = engine.input_processor.room if engine is not None else None
+    anthropics = {"created_at": datetime.fromtimestamp(state.created, UTC).isoformat(), "max_input_tokens": limit, "max_tokens": limit}
     model = {
         "id": name, "object": "model", "created": state.created, "owned_by": "paged_attn", "max_model_len": limit,
-        "type": "model", "display_name": name, "created_at": datetime.fromtimestamp(state.created, UTC).isoformat(),  # Anthropic's
+        "type": "model", "display_name": name, **anthropics,
     }  # fmt: skip
     return model if name in state.settings.names else {**model, "parent": state.settings.first_name}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
@@ -17,10 +17,12 @@ from paged_attn.server.api.chat_body import refuse_two_ends
 from paged_attn.server.api.fields.bounds import Closed, Messages, Name, Settings, Tools, at_most
 from paged_attn.server.api.messages.body import CountBody
 from paged_attn.server.api.request_state import caller_of, ready, run_until_ended, state_of
+from paged_attn.server.api.responses.body import ResponsesBody
 from paged_attn.server.http.error_forms import MESSAGES
 from paged_attn.server.http.errors import ANTHROPIC_ERRORS, ERRORS, ApiError
 
 router = APIRouter(responses=ERRORS)
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 MAX_TOKENS = 1 << 18  # detokenized in one request
 Tokens = Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True), at_most(MAX_TOKENS, "ids")]
 
@@ -59,6 +61,19 @@ class CountReply(BaseModel):
     input_tokens: int
 
 
+class InputTokensReply(CountReply):
+    object: Literal["response.input_tokens"]
+
+
+class TokenizerReply(BaseModel):
+    tokenizer_class: str
+    chat_template: str | dict[str, str] | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+
+
 @router.post("/tokenize", response_model=TokenizeReply)
 async def tokenize(request: Request, body: TokenizeBody) -> Response:
     """The token ids of a prompt, or of messages in the chat template."""
@@ -88,15 +103,36 @@ async def detokenize(request: Request, body: DetokenizeBody) -> Response:
 @router.post(f"{MESSAGES}/count_tokens", response_model=CountReply, responses=ANTHROPIC_ERRORS)
 async def count_tokens(request: Request, body: CountBody) -> Response:
     """How many tokens a conversation of Anthropic's API has in the chat template, tools and all."""
+    return await _counted(request, body, {})
+
+
+@router.post("/v1/responses/input_tokens", response_model=InputTokensReply)
+async def input_tokens(request: Request, body: ResponsesBody) -> Response:
+    """How many tokens the input of OpenAI's Responses API has in the chat template, tools and all."""
+    return await _counted(request, body, {"object": "response.input_tokens"})
+
+
+async def _counted(request: Request, body: CountBody | ResponsesBody, beside: dict[str, str]) -> Response:
     _, _, texts = ready(request, body.model)
     client, settings = caller_of(request).tenant, state_of(request).settings
 
     async def work() -> Response:
         make = functools.partial(body.chat_request, settings.tool_parser, settings.reasoning_parser)
-        prompt = await texts.chat(make, body.num_characters, None, client)
-        return JSONResponse({"input_tokens": len(prompt.token_ids)})
+        prompt = await texts.chat(make, body.num_characters, None, client, param=body.prompt_name)
+        return JSONResponse({**beside, "input_tokens": len(prompt.token_ids)})
 
     return await run_until_ended(request, work)
+
+
+@router.get("/tokenizer_info", response_model=TokenizerReply)
+async def tokenizer_info(request: Request) -> Response:
+    """What lm-evaluation-harness asks about a tokenizer that it has not itself."""
+    _, _, texts = ready(request, None)
+    own = texts.tokenizer
+    if own is None:
+        raise ApiError(404, "this model has no tokenizer; send token ids", code="no_tokenizer")
+    special = {name: getattr(own, name) for name in SPECIAL}
+    return JSONResponse({"tokenizer_class": type(own).__name__, "chat_template": own.chat_template, **special})
 
 
 async def _prompts(request: Request, body: TokenizeBody, texts: Texts) -> Sequence[Prompt]:

@@ -9,6 +9,8 @@ ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
+NO_THREADS = "thread_unsupported_request"
+ANTHROPIC_CODES = (NO_THREADS,)  # those of Anthropic's own that its client acts on
 
 
 class Told(Protocol):
@@ -33,4 +35,5 @@ def openai_payload(error: Told) -> dict[str, Any]:
 
 def anthropic_payload(error: Told) -> dict[str, Any]:
     kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    details = {"details": {"error_code": error.code}} if error.code in ANTHROPIC_CODES else {}
+    return {"type": "error", "error": {"type": kind, "message": error.message, **details}}

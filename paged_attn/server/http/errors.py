@@ -8,14 +8,16 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from paged_attn.asynchronous.errors import NotServingError, QueueFullError, QueueTimeoutError, ServingError
+from paged_attn.asynchronous.errors import TOO_LONG, NotServingError, QueueFullError, QueueTimeoutError, ServingError
 from paged_attn.asynchronous.status import without_backtrace
 from paged_attn.chat.errors import RequestError
-from paged_attn.server.http.error_forms import payload
+from paged_attn.engine.model.model_limits import PromptTooLongError
+from paged_attn.server.http.error_forms import MESSAGES, payload
 from paged_attn.shown import shown
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -41,9 +43,14 @@ class ErrorReply(BaseModel):
     error: ErrorDetail
 
 
+class AnthropicDetails(BaseModel):
+    error_code: str
+
+
 class AnthropicErrorDetail(BaseModel):
     type: str
     message: str
+    details: AnthropicDetails | None = None
 
 
 class AnthropicErrorReply(BaseModel):
@@ -95,7 +102,8 @@ class ApiError(Exception):
 
 def bad_request(error: Exception, param: str | None = None) -> ApiError:
     """400 with the engine's own words."""
-    return ApiError(400, " ".join([str(error), *getattr(error, "__notes__", ())]), param=param)
+    code = TOO_LONG if isinstance(error, PromptTooLongError) else None
+    return ApiError(400, " ".join([str(error), *getattr(error, "__notes__", ())]), param=param, code=code)
 
 
 def api_error(error: Exception) -> ApiError:
@@ -117,12 +125,20 @@ def _cut(text: str, most: int) -> str:
 LISTED = "; what this server answers is listed at /docs"
 WAY = "; a client's base URL is http://host:port/v1; all routes are listed at /docs"
 LORAS = "; clients load and unload adapters where the server was started with --lora-folder DIR"
+BATCHES = "; this server takes no batches: `paged-attn run-batch MODEL -i FILE -o FILE` answers a file of requests, or send them one by one"
+STORED = "; this server stores no answers: send the whole conversation each time"
+# What clients know from OpenAI's or Anthropic's API, by the beginning of its path, and what to do instead.
+NOT_HERE = {
+    "/v1/load_lora_adapter": LORAS, "/v1/unload_lora_adapter": LORAS, "/v1/batches": BATCHES, "/v1/messages/batches": BATCHES,
+    "/v1/files": "; this server stores no files: put their text into the request", "/v1/responses/": STORED, "/v1/conversations": STORED,
+}  # fmt: skip
 
 
 def _way(path: str) -> str:
     """What to do about a path that there is not."""
-    if path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-        return LORAS
+    hint = next((hint for start, hint in NOT_HERE.items() if path.startswith(start)), None)
+    if hint is not None:
+        return hint
     return LISTED if path.startswith("/v1/") else WAY
 
 
@@ -152,7 +168,8 @@ def told(scope: Scope, error: ApiError) -> Response:
     call = scope.get("state", {}).get("call")
     if call is not None and call.failure is None:
         call.failure = error
-    return error.response(scope.get("path", ""))
+    # Anthropic's client asks for models and files, too, on paths that both APIs have.
+    return error.response(MESSAGES if "anthropic-version" in Headers(scope=scope) else scope.get("path", ""))
 
 
 def _first_complaint(error: RequestValidationError) -> ApiError:

@@ -43,7 +43,8 @@ class CallLog:
         async def answering(message: Message) -> None:
             if message["type"] == "http.response.start":
                 call.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = call.id
+                given = MutableHeaders(scope=message)
+                given["x-request-id"] = given["request-id"] = call.id  # Anthropic's client reads the latter
             await send(message)
 
         try:

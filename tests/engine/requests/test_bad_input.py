@@ -19,7 +19,7 @@ Call = Callable[[LLM], Any]
 
 PROMPT_ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "empty": ([], ValueError, "the prompt is empty"),
-    "too long": ([1] * 257, ValueError, "257 tokens, but the model has 256 positions; shorten it by 1"),
+    "too long": ([1] * 257, ValueError, "257 tokens > 256, the model's positions; shorten it by 1"),
     "an id of 70 bits": ([5, 2**70], ValueError, "token id 1180591620717411303424 at position 1 of the prompt is out of range"),
     "bytes that may be written": (bytearray(b"12345678"), TypeError, "tokenize it first"),
     "negative id": ([5, -1], ValueError, "token id -1 at position 1 of the prompt is out of range"),

@@ -60,7 +60,7 @@ def test_what_is_not_a_list_of_ints_is_refused(ids) -> None:
 
 def test_positions_bound_prompt_and_new_tokens() -> None:
     assert len(LIMITS.checked_prompt([1] * POSITIONS)) == POSITIONS
-    with pytest.raises(ValueError, match="has 260 tokens, but the model has 256 positions; shorten it by 4"):
+    with pytest.raises(ValueError, match="260 tokens > 256, the model's positions; shorten it by 4"):
         LIMITS.checked_prompt([1] * (POSITIONS + 4))
     # the last new token is never fed back, so that it needs no position
     assert [LIMITS.allowed_new_tokens(n, 10) for n in (1, 246, 247, 248, 256)] == [10, 10, 10, 9, 1]
@@ -69,7 +69,7 @@ def test_positions_bound_prompt_and_new_tokens() -> None:
 def test_max_model_len_takes_the_place_of_more_positions() -> None:
     few = LIMITS.within(40)
     assert LIMITS.within(None) is LIMITS and few.allowed_new_tokens(38, 10) == 3
-    with pytest.raises(ValueError, match="has 44 tokens, but max_model_len is 40; shorten it by 4"):
+    with pytest.raises(ValueError, match="44 tokens > 40, max_model_len; shorten it by 4"):
         few.checked_prompt([1] * 44)
     with pytest.raises(ValueError, match="max_model_len: got 300; allowed: 1 to 256, as many as the model has positions"):
         LIMITS.within(300)

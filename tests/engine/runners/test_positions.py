@@ -69,7 +69,7 @@ def test_a_prompt_beyond_the_tables_is_refused_before_it_runs(name: str) -> None
     assert limit is not None
     model = Decoder(place).eval()
     llm = LLM(model, num_pages=40)
-    with pytest.raises(ValueError, match=f"the prompt has {limit + 1} tokens, but the model has {limit} positions; shorten it by 1"):
+    with pytest.raises(ValueError, match=f"too long: {limit + 1} tokens > {limit}, the model's positions; shorten it by 1"):
         llm.generate([[1] * (limit + 1)], GREEDY)
     (longest,) = llm.generate([[1] * limit], GREEDY)
     assert longest.finish_reason == "length" and longest.token_ids == greedy_loop(model, [1] * limit, 1)

@@ -211,9 +211,9 @@ def test_the_longest_prompt_and_one_more_token() -> None:
     completion = llm.generate([longest], SamplingParams(max_new_tokens=0, prompt_logprobs=1))[0]
     assert_scored(model, completion, 1)
     for params in (SamplingParams(max_new_tokens=1, prompt_logprobs=1), SamplingParams(max_new_tokens=0)):
-        with pytest.raises(ValueError, match="the prompt has 33 tokens, but the model has 32 positions; shorten it by 1"):
+        with pytest.raises(ValueError, match="33 tokens > 32, the model's positions; shorten it by 1"):
             llm.generate([longest], params)
-    with pytest.raises(ValueError, match="the prompt has 34 tokens, but the model has 32 positions; shorten it by 1"):
+    with pytest.raises(ValueError, match="34 tokens > 32, the model's positions; shorten it by 1"):
         llm.generate([[*longest, 5]], SamplingParams(max_new_tokens=0, prompt_logprobs=1))
 
 

@@ -166,7 +166,7 @@ def test_dynamic_scaling_is_served_up_to_the_models_positions() -> None:
     prompts = random_prompts((5, 40, 60, 64))
     with LLM(model, page_size=4, num_pages=100) as llm:
         completions = llm.generate(prompts, PARAMS)
-        with pytest.raises(ValueError, match="the prompt has 65 tokens, but the model has 64 positions"):
+        with pytest.raises(ValueError, match="the prompt is too long: 65 tokens > 64, the model's positions"):
             llm.generate(random_prompts([65]), PARAMS)
     for prompt, completion in zip(prompts, completions, strict=True):
         count = min(NEW, 65 - len(prompt))

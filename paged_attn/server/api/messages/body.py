@@ -11,6 +11,7 @@ from paged_attn.chat.request import ChatRequest
 from paged_attn.server.api.bodies import IGNORED, NEUTRAL, NOTHING, Body
 from paged_attn.server.api.fields.bounds import Closed, Effort, Messages, Name, Schema, Settings, Stop, Tools, within
 from paged_attn.server.api.messages.conversation import length_of_blocks, messages_of
+from paged_attn.server.http.error_forms import NO_THREADS
 from paged_attn.server.http.errors import ApiError
 from paged_attn.shown import shown
 
@@ -23,6 +24,8 @@ OWN_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "container": (NOTHING, "this server runs no code; leave it out"),
     "mcp_servers": (NOTHING, "this server calls no others; give tools, which the client runs"),
     "context_management": ((*NOTHING, *KEEPS_ALL), "nothing is left out of a conversation; send less of it"),
+    "thread": ((None,), "this server holds no conversations; send the whole of it, whose prefix is cached"),
+    "compaction": ((None,), "this server summarizes no conversations; ask for a summary in a message"),
     "speed": ((None, "standard"), "there is one speed; leave it out"),
 }
 # Fields of the other routes.
@@ -57,6 +60,7 @@ class Conversation(Closed):
     """What both routes share: all that a prompt is made of."""
 
     ignored = IGNORED_HERE
+    prompt_name: ClassVar[str] = "messages"
 
     model: Name | None = Field(None, description="the served model's name, or none")
     messages: Messages = Field(description="of role user and assistant; contents are texts, or blocks")
@@ -103,6 +107,7 @@ class MessagesBody(Conversation, Body):
 
     neutral = {**NEUTRAL, **OWN_NEUTRAL}
     ignored = IGNORED_HERE | set(NEUTRAL) | set(OWN_NEUTRAL)
+    codes = {"thread": NO_THREADS}
     prompt_name: ClassVar[str] = "messages"
 
     max_tokens: int = Field(json_schema_extra=within(0))
