@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 
@@ -25,6 +26,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch._dynamo.config.fake_tensor_cache_enabled = False  # models of two layers are traced a fifth faster without; those of many are not
 os.environ["PAGED_ATTN_TUNED"] = "none"  # what was measured on this machine must not change what a test selects
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts pytest with `&` has it ignored, and tests of Ctrl-C need it
 os.environ["PAGED_ATTN_CACHE"] = "none"  # nor may what is in this user's cache; tests share graphs of their own, see below
 # Where a trace is what is tested, or what the passes make of one, every test traces anew: a graph from disk has no values of nodes.
 TRACING_ROOMS = ("capture", "check", "engine.tracing", "graph_cache", "passes", "recurrent")

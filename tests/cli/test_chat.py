@@ -83,7 +83,7 @@ def test_a_message_that_is_refused_was_never_said(
 ) -> None:
     assert talk(monkeypatch, "x" * 5000 + "\nHi\n", model_folder) == 0
     assert asked[1] == [{"role": "user", "content": "Hi"}]
-    assert "paged-attn: error: the prompt has" in capsys.readouterr().err
+    assert "paged-attn: error: the prompt is too long" in capsys.readouterr().err
 
 
 def test_what_looks_like_a_command_is_not_said(

@@ -31,10 +31,16 @@ def test_a_number_that_is_a_tables_length_limits_the_model() -> None:
     assert (result.specs[0].sliding_window, result.max_positions) == (None, LENGTH)  # a window that long never hides anything
 
 
-@pytest.mark.parametrize("window", [300, LENGTH - 1, LENGTH + 1])
-def test_a_window_beside_a_table_is_not_taken_for_its_length(window: int) -> None:
-    with pytest.raises(UnsupportedError, match="cannot be made for 97 tokens"):
-        rewrite_of(masked(table_and_window(window)))
+def test_a_window_beside_a_table_is_not_taken_for_its_length() -> None:
+    with pytest.raises(UnsupportedError, match=r"cannot be made for small probes, and none of its numbers \[300, 4095\] says why"):
+        rewrite_of(masked(table_and_window(300)))
+
+
+@pytest.mark.parametrize(("window", "expected"), [(LENGTH - 1, LENGTH - 1), (LENGTH + 1, None)])
+def test_a_window_of_nearly_a_tables_length(window: int, expected: int | None) -> None:
+    """The last of 4,096 tokens does not see the first through a window of 4,095; one of 4,097 never hides anything."""
+    result = rewrite_of(masked(table_and_window(window)))
+    assert (result.specs[0].sliding_window, result.max_positions) == (expected, LENGTH)
 
 
 def test_a_stored_mask_limits_the_model_to_its_size() -> None:
