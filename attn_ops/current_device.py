@@ -1,5 +1,5 @@
-"""The thread's current CUDA device: kernels that Triton launches run there, and events without a stream are recorded there, whatever device
-their tensors lie on."""
+"""The thread's current CUDA device. Triton launches kernels there, and events without a stream are recorded there, whatever device the
+tensors are on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a rewritten graph to kernel launches.
+"""Turns a rewritten graph into kernel launches.
 
 In: a rewritten FX graph. Out: pieces, compiled, and recorded in CUDA graphs.
 Change: where a graph is cut: `split/`; compiling pieces and keeping them on disk: `compiled_pieces/`; CUDA graphs: `graphs/`.

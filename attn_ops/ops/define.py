@@ -1,4 +1,4 @@
-"""Defining the ops of the `paged_attn` namespace. All run on CPU and CUDA tensors; most write into their arguments and return nothing.
+"""Defines the ops of the `paged_attn` namespace. All run on CPU and CUDA tensors; most write into their arguments and return nothing.
 
 Defined with Library.define/impl: a custom_op wrapper costs about twice as much per call (pytorch#139494).
 """

@@ -1,7 +1,7 @@
 """`torch.ops.paged_attn.dual_chunk_attention_with_output`: attention whose queries are rotated differently for each chunk distance.
 
-It mutates only `output`. Keys and values go to the pool as those of any attention. The backend attends three times, to the query's own
-chunk, to the one before and to all before that; the results are merged by their log-sum-exps, which is one softmax over all keys.
+It mutates only `output`. Keys and values go to the pool as in any attention. The backend attends three times: to the query's own chunk, to
+the one before, and to everything before that. The results are merged by their log-sum-exps, which equals one softmax over all keys.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`torch.ops.paged_attn.experts`: computes each token's chosen experts and adds them up with their weights.
 
-It reads nothing but its operands, so that it stays inside a piece and inside captured graphs.
+It reads nothing but its operands, so it stays inside a piece and inside captured graphs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`torch.ops.paged_attn.latent_attention_with_output`: attention whose keys and values are linear maps of one row per token.
 
-It mutates only `output`. The row goes to the pool; which of the two ways computes the output (queries mapped to the latent, or keys and
-values expanded) is chosen in each step, see `paged_attn.backends.attention.latent`.
+It mutates only `output`. The row is stored in the pool. The output is computed in one of two ways (queries mapped to the latent, or keys
+and values expanded), chosen in each step: see `paged_attn.backends.attention.latent`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Ops that give each row's numbers from the batch, for models that count tokens themselves.
 
-`torch.ops.paged_attn.batch_positions_with_output`: its position, for models that take no position_ids.
-`torch.ops.paged_attn.request_lengths_with_output`: how many tokens its request has, for rotary embeddings whose frequencies follow the
-length of the call (longrope): in a paged batch a call is a request, whichever of its tokens a step computes.
+`torch.ops.paged_attn.batch_positions_with_output`: each row's position, for models that take no position_ids.
+`torch.ops.paged_attn.request_lengths_with_output`: the number of tokens of each row's request, for rotary embeddings whose frequencies
+depend on the length of the call (longrope). In a paged batch a request takes the place of a call, whichever of its tokens a step computes.
 
-Like attention they read the thread's forward context and mutate `output` alone, so that one graph serves every batch.
+Like attention they read the thread's forward context and mutate only `output`, so one graph serves every batch.
 """
 
 from __future__ import annotations

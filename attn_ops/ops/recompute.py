@@ -1,7 +1,7 @@
 """`torch.ops.paged_attn.recompute_attention_with_output`: attention that is recomputed from all tokens of every request.
 
-It mutates only `output`. What the new tokens give to the layer is stored in its pages; then each request's tokens, old and new, are
-gathered, and the layer's program (`RecomputeSpec`) runs on them. The cost of a step is that of running the whole request once more.
+It mutates only `output`. The layer's inputs for the new tokens are stored in its pages; then all of each request's tokens, old and new,
+are gathered, and the layer's program (`RecomputeSpec`) runs on them. A step costs as much as running the whole request once more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`torch.ops.paged_attn.recurrent_layer_with_output`: the one op that a captured graph calls for a layer with recurrent state.
 
-It mutates only `output`; the layer itself, its state and the batch come from the thread's forward context. The loop over tokens that
-such a layer runs is so never part of a graph.
+It mutates only `output`; the layer itself, its state and the batch come from the thread's forward context. So the loop over tokens that
+such a layer runs is never part of a graph.
 """
 
 from __future__ import annotations

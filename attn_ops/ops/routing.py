@@ -1,6 +1,6 @@
 """`torch.ops.paged_attn.route`: the experts of each token and their weights, from its router's logits.
 
-It reads nothing but its operands, so that it stays inside a piece and inside captured graphs.
+It reads nothing but its operands, so it stays inside a piece and inside captured graphs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The ops of layers with recurrent state that a model computes function by function, such as `torch.ops.paged_attn.kda_with_output`.
 
 In: rows of tokens of one layer. Out: written into `output`; the states advance in the forward context's pool. All are split ops, and may be
-captured with a whole decode step: a step reads its slots on the device. They run on the states of their layer and the rows of this step,
-both from the thread's forward context, by the float32 truth in `attn_ops/scans/`, or what the layer has in its place.
+captured with a whole decode step, because a step reads its slots on the device. They run on their layer's states and this step's rows,
+both from the thread's forward context, with the float32 reference in `attn_ops/scans/` or the layer's own backend.
 """
 
 from __future__ import annotations

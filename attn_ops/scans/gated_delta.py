@@ -1,4 +1,4 @@
-"""The gated delta rule: S decays, replaces what it returns for a key by the value; a query reads it.
+"""The gated delta rule: S decays, then what it returns for a key is moved towards the value, and a query reads it.
 
 S = exp(g) S; S = S + k (beta (v - S^T k))^T; output = S^T q / sqrt(K), for every token, with S [K, V] of each head.
 """

@@ -1,9 +1,9 @@
-"""The gated delta rule with a decay of each channel of the keys: S = diag(exp(g)) S, and then as in `gated_delta.py`, which has
-the step as well.
+"""The gated delta rule with a separate decay for each channel of the keys: S = diag(exp(g)) S, then as in `gated_delta.py`, which has the
+step.
 
-What is left at token i of a channel that came at token j is exp(G[i] - G[j]), with G the sums of g. Taken apart into exp(G[i]) and
-exp(-G[j]) it overflows where decays are strong. So a chunk is cut once more, into parts: between two parts both factors are taken from the
-last sum before the later one, so that neither grows; inside a part the difference is taken first, a column of all parts at a time.
+The share of token j's contribution to a channel that is left at token i is exp(G[i] - G[j]), with G the sums of g. Split into exp(G[i]) and
+exp(-G[j]) it overflows where decays are strong. So a chunk is cut once more, into parts: between two parts both factors are relative to the
+last sum before the later one, so neither grows; inside a part the difference is taken first, one column of all parts at a time.
 """
 
 from __future__ import annotations

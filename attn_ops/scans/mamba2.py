@@ -1,4 +1,4 @@
-"""The scan of Mamba-2: S = exp(dt A) S + dt x B^T; output = S C, for every token, with S [P, N] and one A of each head."""
+"""The scan of Mamba-2: S = exp(dt A) S + dt x B^T; output = S C, for every token, with S [P, N] and one A per head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts requests where one of their states is kept, and these segments into chunks: arrays on the host."""
+"""Cuts requests into segments wherever a state is kept, and the segments into chunks. All arrays are on the host."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One backend for a pool with groups of layers: it plans each group separately, with that group's page table and layers.
 
-So no backend knows of groups: to the one inside, a step is a batch and a pool of a few layers, as many times as there are groups.
+So backends need not know about groups: the one inside is called once per group, with a batch and a pool of that group's layers.
 """
 
 from __future__ import annotations

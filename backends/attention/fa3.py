@@ -1,14 +1,14 @@
 """FlashAttention 3 as sgl-kernel builds it, called on the page table: one call serves a batch in any mode.
 
 From its sources (sgl-attn, August 2025), whose op schema, messages and kernel symbols agree with the binary of 0.4.2.post2:
-- The op is called without its Python wrapper, which checks again what a plan knows, and costs host time.
+- The op is called without its Python wrapper, which costs host time and checks again what a plan already knows.
 - `attention_chunk` is Llama 4's chunk: key j is seen from i iff j // chunk == i // chunk, within the window.
 - Sinks must be bfloat16 and at most 64 heads: the kernel keeps them in 64 places of shared memory and does not check. Others are
-  applied afterwards, through the log-sum-exp. The SM8x kernels ignore sinks without a word, so that only SM90 is declared.
-- Pages whose size is a multiple of the kernel's key block (64 and up) are read by TMA in whole blocks, unused slots with them, and
+  applied afterwards, through the log-sum-exp. The SM8x kernels silently ignore sinks, so only SM90 is declared.
+- Pages whose size is a multiple of the kernel's key block (64 and up) are read by TMA in whole blocks, including unused slots, and
   0 * NaN is NaN. A `leftpad_k` of zeros turns TMA off.
-- Latents of 512 and a rotated part of 64: keys are the rotated parts, values the latents, and `q_v` holds queries that meet the values
-  as well, so that a row is read once. It takes no other sizes, and the kernel for them has blocks of 64 keys, too.
+- Latents of 512 with a rotated part of 64: keys are the rotated parts, values the latents, and `q_v` holds queries that are multiplied
+  with the values as well, so that a row is read once. No other sizes are accepted; the kernel for them has blocks of 64 keys, too.
 - It is not batch-invariant. On an H200 (0.4.2.post2), with num_splits=1, a decode row alone differed bitwise from the same row in a
   batch with long prompts.
 """

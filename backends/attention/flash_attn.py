@@ -1,7 +1,7 @@
 """FlashAttention 2 on the page table: `flash_attn_with_kvcache` for decode, `flash_attn_varlen_func` with a block_table for the rest.
 
-The log-sum-exp that the kernel returns with ALiBi is not that of the scores: without a window it adds slope * j, not slope * (j - i),
-which gives the same weights. `_log_sum_exp` takes slope * i off again. Bidirectional ALiBi is slope * |i - j| there, not ours.
+With ALiBi the kernel's log-sum-exp is not that of our scores: without a window it adds slope * j instead of slope * (j - i), which gives
+the same weights. `_log_sum_exp` subtracts slope * i again. Its bidirectional ALiBi is slope * |i - j|, which is not ours.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""PyTorch's own varlen_attn with a block table: FlashAttention 2 as torch carries it, or FlashAttention 3 where the user activated it.
+"""PyTorch's own varlen_attn with a block table: the FlashAttention 2 that torch bundles, or FlashAttention 3 where the user activated it.
 
 Traps of torch 2.13, from its sources and issues:
-- Through FlashAttention 2, splitting the keys is wrong for paged ragged batches, without a word (pytorch#194167): num_splits is 1.
-  torch's documentation calls that batch-invariant. It is not declared here: the longest query and key still choose the kernel.
-- FlashAttention 2 wants the keys' prefix sum besides seqused_k, FlashAttention 3 refuses it; 2 wants pages in multiples of 256.
+- Through FlashAttention 2, splitting the keys silently gives wrong results for paged ragged batches (pytorch#194167): num_splits is 1.
+  torch's documentation calls that batch-invariant. It is not declared so here: the longest query and key still choose the kernel.
+- FlashAttention 2 needs the keys' prefix sum besides seqused_k, FlashAttention 3 refuses it; 2 needs page sizes in multiples of 256.
 - The log-sum-exp is [q_heads, T], although the docstring says [T, q_heads].
-- varlen_attn_out may write to a copy of its output when each request has one query (grouped heads), so that it is not used.
+- varlen_attn_out may write to a copy of its output when each request has one query (grouped heads), so it is not used.
 """
 
 from __future__ import annotations

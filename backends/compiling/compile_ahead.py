@@ -1,7 +1,7 @@
 """Compiles Triton kernels in other processes before their first launch, which waits for them.
 
-A kernel takes up to two seconds; launched one after the other, those of one layer of experts took 15 s on one core. Processes, as half of
-that time is Python's, and as two threads of one process that parse at a time make `ast.parse` fail now and then (Python 3.11).
+A kernel takes up to two seconds; compiled one after the other, those of one layer of experts took 15 s on one core. Processes are used
+because half of that time is spent in Python, and because `ast.parse` fails now and then when two threads parse at once (Python 3.11).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`python -m paged_attn.backends.compiling.compile_worker`: compiles kernels into Triton's cache on disk.
 
-It reads one pickled `Job` of stdin after the other, writes a byte for each to stdout, and ends with its stdin, or with the error of a job.
+It reads pickled `Job`s from stdin one after the other and writes a byte to stdout for each. It ends when stdin ends, or when a job fails.
 """
 
 from __future__ import annotations

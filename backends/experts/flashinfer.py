@@ -1,7 +1,7 @@
 """Experts by FlashInfer's `cutlass_fused_moe`: CUTLASS products of sorted rows, two for a layer, as TensorRT-LLM has them.
 
-Facts of FlashInfer 0.6.8: ids int32, weights float32, biases in the output's type; of gated experts the first product has up before
-gate; ids beyond the experts are for sharded models alone. The kernels are compiled by nvcc on their first use, which takes minutes.
+FlashInfer 0.6.8 takes ids in int32, weights in float32 and biases in the output's type. In gated experts the first product has up before
+gate. Ids beyond the experts are only for sharded models. nvcc compiles the kernels on their first use, which takes minutes.
 """
 
 from __future__ import annotations

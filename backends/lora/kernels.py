@@ -1,11 +1,11 @@
 """Rows times the factors of their adapters, in two kernels: down to the rank, and up to the outputs.
 
-A program takes a block of neighbouring rows. Of few (EACH) it takes those of one adapter, and another program those of the next: nobody
-works through all adapters in turn. Of many it takes one adapter of the block after the other: tokens of one request lie beside each other,
-so that a block of a prompt has one adapter. Rows of others take part with zeros and keep what they have.
+A program takes a block of neighbouring rows. With few rows (EACH) a program handles only one adapter's rows of the block, so no program
+works through all adapters in turn. With many rows it handles the block's adapters one after the other: tokens of one request are adjacent,
+so a block of a prompt usually has one adapter. Rows of other adapters take part with zeros and keep their values.
 
-EARLY: launched before the kernel in front has ended. Above the wait only what older kernels wrote is read: constants, slots, rows that a
-linear layer has read in between; for the second kernel, which follows the first, the outputs of that linear layer, too.
+EARLY: launched before the previous kernel has ended. Before the wait, only what older kernels wrote is read: constants, slots, and rows
+that a linear layer has read in between. The second kernel, which follows the first, may also read that linear layer's outputs.
 """
 
 # mypy: ignore-errors

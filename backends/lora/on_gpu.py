@@ -1,5 +1,5 @@
-"""Launches the kernels of `paged_attn::lora` and `lora_up`. Nothing depends on which rows have which adapter, so that captured graphs
-replay any."""
+"""Launches the kernels of `paged_attn::lora` and `lora_up`. Launches do not depend on which rows have which adapter, so captured graphs can
+replay any assignment."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The second half of adapters, where a layer's product has multiplied by the first factors of all of them: up to the outputs.
+"""The second half of adapters, up to the outputs, for layers whose own product has already multiplied by the first factors of all adapters.
 
-Of few rows each keeps what is its own adapter's and has zeros for all others, so that one product with the second factors of all adapters
-serves rows of any. Zeros hide no NaN and no infinity: factors are finite (`adapter_files.py`). Of one row, and of many, whose neighbours
-have the same adapter mostly, a program takes one adapter of its block after the other.
+With few rows, each row keeps its own adapter's part and has zeros for all others, so that one product with the second factors of all
+adapters serves every row. The zeros cannot meet NaN or infinity: factors are finite (`adapter_files.py`). With one row, or with many rows,
+whose neighbours mostly have the same adapter, a program handles the adapters of its block one after the other.
 """
 
 # mypy: ignore-errors

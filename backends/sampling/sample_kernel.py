@@ -1,9 +1,9 @@
 """Finds the tokens of a row that may be sampled, and samples one, without sorting: integer sums do not depend on their order.
 
 A logit's place in the order of numbers is its `key`, 0 to 2^32 - 1. A token's weight is exp((logit - largest) / temperature) in units of
-2^-scale, cut off: equal tokens weigh the same, and no sum is rounded. Top-k and top-p both ask for the least key up to which the tokens
-count, or weigh, more than some target. It is found digit by digit (radix select): `spread` adds up a row for every value of the next digit,
-and `choose` sees in which of them the target lies.
+2^-scale, truncated: equal tokens weigh the same, and no sum is rounded. Top-k and top-p both need the least key up to which the tokens'
+count or weight exceeds a target. It is found digit by digit (radix select): `spread` adds up a row for every value of the next digit, and
+`choose` finds the value in which the target lies.
 """
 
 # mypy: ignore-errors

@@ -1,4 +1,5 @@
-"""Prompts by flash-linear-attention's Triton kernels (`fla-core`). Decoding rows are ours: theirs take no slots, and would copy states.
+"""Prompts by flash-linear-attention's Triton kernels (`fla-core`). Decoding rows use our kernels: theirs take no slots and would copy
+states.
 
 Source: fla-core 0.6.0, `fla.ops.gated_delta_rule.chunk_gated_delta_rule` and `fla.ops.kda.chunk_kda`. Rows [1, T, heads, ..], sequences by
 `cu_seqlens` (int64), g in logarithms; states [N, H, K, V], as ours, are read in their dtype and returned in float32.

@@ -1,8 +1,8 @@
-"""Prompts of the gated delta rule by FlashInfer. Decoding rows are ours: theirs want pools of states [V, K].
+"""Prompts of the gated delta rule by FlashInfer. Decoding rows use our kernels: theirs need pools of states [V, K].
 
 Source: flashinfer 0.6.8, `flashinfer.gdn_prefill.chunk_gated_delta_rule`: rows [T, heads, 128], contiguous; g is the decay itself, it and
-beta are float32; states [N, H, V, K], float32. Trap: `use_qk_l2norm_in_kernel` is an argument that nothing reads; what is given must be
-of unit length already. Their checkpoints lie at multiples of 64 tokens, ours anywhere: a prompt is run segment by segment.
+beta are float32; states [N, H, V, K], float32. Trap: nothing reads the argument `use_qk_l2norm_in_kernel`; queries and keys must already
+have unit length. Their checkpoints lie at multiples of 64 tokens, ours anywhere, so a prompt is run segment by segment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts Inductor's Triton compile processes before Inductor needs them."""
+"""Starts Inductor's processes for compiling Triton kernels before Inductor needs them."""
 
 from __future__ import annotations
 

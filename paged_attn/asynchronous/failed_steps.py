@@ -1,4 +1,4 @@
-"""After a step that raised: whose requests end, and whether the engine still works."""
+"""Decides, after a step that raised, which requests end and whether the engine still works."""
 
 from __future__ import annotations
 

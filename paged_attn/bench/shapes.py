@@ -1,4 +1,4 @@
-"""Published models as configs, for random weights: the widths of their cards. Imports nothing heavy."""
+"""Configs of published models, with the widths of their model cards, for random weights. Imports nothing heavy."""
 
 from __future__ import annotations
 

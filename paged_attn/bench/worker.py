@@ -1,4 +1,4 @@
-"""One system in a process of its own: `python -m paged_attn.bench.worker JOB LOG`. Events go to LOG as they come."""
+"""Runs one system in a process of its own: `python -m paged_attn.bench.worker JOB LOG`. Events are written to LOG as they happen."""
 
 from __future__ import annotations
 

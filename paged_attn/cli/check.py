@@ -1,4 +1,4 @@
-"""`--check`: the unmodified model's own `generate` on the same prompts, for the same tokens and for its speed."""
+"""`--check`: runs the unmodified model's own `generate` on the same prompts, to compare tokens and speed."""
 
 from __future__ import annotations
 

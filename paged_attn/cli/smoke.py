@@ -1,4 +1,4 @@
-"""One tiny ragged problem, run by an attention backend on its device and by the float32 reference on the CPU."""
+"""The smoke test: one tiny ragged problem, run by an attention backend on its device and by the float32 reference on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filling a captured graph's flat inputs for a row of tokens, by the role of each input."""
+"""Fills a captured graph's flat inputs for a row of tokens, by the role of each input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Applies sampled tokens to their requests: text, stop conditions, and the events that report them."""
+"""Applies sampled tokens to their requests: updates text, checks stop conditions, and creates the events that report them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a graph from disk may call, as data: computations on tensors and numbers, and nothing that gives access to anything else.
 
-A name that is missing here is not an error: a graph that calls it is not kept, and its model is traced in each process. Before you add one,
-ask whether a call of it, with any arguments, can touch more than tensors.
+A name that is missing here is not an error: a graph that calls it is not kept, and its model is traced in each process. Before you add a
+name, ask whether calling it, with any arguments, can touch more than tensors.
 """
 
 from __future__ import annotations

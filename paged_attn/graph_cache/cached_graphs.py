@@ -1,4 +1,4 @@
-"""Finds the graph that an earlier process traced of the same model, and keeps the one that this process traced."""
+"""Finds the graph that an earlier process traced from the same model, and keeps the one that this process traced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An FX graph as plain data, and back: what JSON can hold, with functions and ops by their names in the tables of `allowed_calls`."""
+"""Converts an FX graph to plain data that JSON can hold, and back; functions and ops are named as in the tables of `allowed_calls`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python files whose code a trace went through, or whose values that code names, and a hash of what each of them holds now."""
+"""The Python files whose code a trace went through or whose values that code names, and a hash of each file's present content."""
 
 from __future__ import annotations
 

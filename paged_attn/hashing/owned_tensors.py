@@ -1,4 +1,4 @@
-"""The tensors of a model by the path under which any process finds them."""
+"""The tensors of a model, by paths that lead to them in any process."""
 
 from __future__ import annotations
 

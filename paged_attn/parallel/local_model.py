@@ -1,4 +1,4 @@
-"""Serves a sharded model as a rank's own modules: plain parameters, and forwards with collectives, until the engine is closed."""
+"""Serves a sharded model as a rank's own modules, with plain parameters and forwards with collectives, until the engine is closed."""
 
 from __future__ import annotations
 

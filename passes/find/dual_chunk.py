@@ -1,9 +1,10 @@
-"""Find attention whose tokens have three queries over the same keys: what dual chunk attention looks like, however it is written.
+"""Finds attention whose tokens have three queries over the same keys, as dual chunk attention has, however it is written.
 
 Before: s0, s1, s2 = q0 @ k^T, q1 @ k^T, q2 @ k^T; out = softmax(where(.., s0, where(.., s1, s2)) + mask) @ v
         or three softmaxes whose products with v are merged by the log-sum-exps of their scores
-After:  q0, q1, q2, k, v as [1, heads, T, dim] and a stand-in for out. What happens between the products and out is not matched: it is all
-        that depends on the three products before their only common way out, and `passes/prove/dual_chunk.py` proves what that computes.
+After:  q0, q1, q2, k, v as [1, heads, T, dim] and a stand-in for out. What happens between the products and out is not matched: everything
+        that depends on the three products, up to the value where they meet, is taken, and `passes/prove/dual_chunk.py` proves what that
+        computes.
 Declines: other numbers of products, products with different keys, and three that do not come together in one value with a row per token.
 """
 

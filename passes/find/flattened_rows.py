@@ -1,8 +1,8 @@
-"""Products whose rows are tokens and heads in one dim, as multi-query attention is written: the dim becomes two.
+"""Splits the rows of products that have tokens and heads in one dim, as multi-query attention is often written, into two dims.
 
 Before: scores = bmm(q [b, T * heads, d], k [b, d, T]).view(b, T, heads, T); out = bmm(softmax(f(scores)).view(b, T * heads, T), v)
 After:  scores = einsum("axyD,aDK->axyK", q.unflatten(-2, (-1, heads)), k).flatten(-3, -2).view(b, T, heads, T), and the same for `out`
-Leaves alone: products whose rows are in no such view before or behind them. Which of the two dims comes first is read off that view; the
+Leaves alone: products whose rows are in no such view before or after them. That view shows which of the two dims comes first; the
         numbers are the same either way.
 """
 

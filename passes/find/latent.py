@@ -1,9 +1,9 @@
-"""Find the one narrow row per token from which the keys and values of an attention are computed.
+"""Finds the one narrow row per token from which the keys and values of an attention are computed.
 
 Before: kv = linear(latent [1, T, rank], weight) [1, T, rows], cut into keys and values by heads; a part [1, T, r] that all heads share
-        joins the keys. In whatever way heads are cut, put together, copied and laid out; keys and values may come from two products.
-After:  the same graph, and which nodes these are. That they are that is for `passes.prove.latent` to show on numbers.
-Declines: keys or values that something computes on after the products; several rows besides the latent; a row that is not narrow.
+        joins the keys. Heads may be cut, joined, copied and laid out in any way; keys and values may come from two products.
+After:  the same graph, and which nodes these are. `passes.prove.latent` proves on numbers that they are what they seem.
+Declines: keys or values on which something computes after the products; several rows besides the latent; a row that is not narrow.
 """
 
 from __future__ import annotations

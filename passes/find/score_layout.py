@@ -1,8 +1,8 @@
 """Permutes scores of written-out attention whose last two dims are not queries and keys.
 
 Before: scores = einsum("bshd,bthd->bsht", q, k); out = einsum("bsht,bthd->bshd", softmax(f(scores)), v)
-After:  the same products as [b, h, s, t] with a permutation behind the first and in front of the second, and the softmax between two
-Leaves alone: scores that are laid out so, and products whose factors are not found.
+After:  the same products as [b, h, s, t] with a permutation after the first and before the second, and the softmax between two
+Leaves alone: scores that already have this layout, and products whose factors are not found.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find `F.scaled_dot_product_attention` in all its call forms.
+"""Finds `F.scaled_dot_product_attention` in all its call forms.
 
 Before: `out = F.sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale=s, enable_gqa=g)`, positional or by keyword.
 After:  the same on [1, heads, T, dim], where q, k, v are [heads, T, dim] or [1, groups, heads, T, dim]

@@ -1,9 +1,9 @@
-"""Find attention that is written out, by walking from each softmax: back to the product q.k, forward to the product with v.
+"""Finds attention that is written out, by walking from each softmax: back to the product q.k, forward to the product with v.
 
 Before: weights = softmax(f(q @ k^T) + mask); out = dropout(weights) @ v, in any layout: 3-D, 4-D, grouped 5-D, bmm, baddbmm, einsum
-After:  q, k, v as [1, heads, T, dim] and a stand-in for out, which `replace_attention` turns into the op; what happens between the
-        products is not matched but proved by `score_function` and `mask_proof`.
-Declines: a softmax that is not over tokens against tokens (a router's, a pooling's). Raises for one that is, but is not of this form.
+After:  q, k, v as [1, heads, T, dim] and a stand-in for out, which `replace_attention` turns into the op. What happens between the
+        products is not matched; `score_function` and `mask_proof` prove it.
+Declines: a softmax that is not over tokens against tokens (a router's, a pooling's). Raises for one that is, but does not have this form.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Attention whose weights no softmax makes, such as `exp(x - max) / sum`: they are the softmax of their own logarithm.
+"""Attention whose weights do not come from a softmax, such as `exp(x - max) / sum`: they are the softmax of their own logarithm.
 
 Before: e = exp(scores - max); out = (e / e.sum(-1, keepdim=True)) @ v; or (e @ v) / e.sum(-1, keepdim=True)
 After:  weights = e / e.sum(-1, keepdim=True); out = weights @ v; and, for the proof alone, softmax([log(weights), log(1 - their sum)])
-The first columns of that are the weights, if their rows add up to 1, or to less where there is a sink. Whether they do, and what the
-logarithm is of q.k, is not matched: `score_function` proves it on values.
-Leaves alone: products of tokens against tokens that meet no values, or meet them behind a softmax.
+The first columns of that softmax are the weights, if the weights' rows add up to 1, or to less where there is a sink. Whether they do, and
+how the logarithm depends on q.k, is not matched: `score_function` proves it on values.
+Leaves alone: products of tokens against tokens that are not multiplied with values, or only after a softmax.
 """
 
 from __future__ import annotations

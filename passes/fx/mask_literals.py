@@ -1,6 +1,6 @@
 """The numbers in a mask's subgraph: which are scaled down so that they matter on small probes, which need not be, and which cannot be.
 
-A window of 4,096 looks like no window on 59 tokens. So every large number must be scaled (and then found again as the window or the
+On 59 tokens a window of 4,096 looks like no window. So every large number must be scaled (and then found again as the window or the
 chunk), or be known to be harmless (a size, a value that hides); otherwise `hidden_numbers` names it and the mask is refused.
 """
 

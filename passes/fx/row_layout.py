@@ -1,4 +1,4 @@
-"""How the rows of tokens lie in a tensor, and what an operation that only moves numbers makes of that, found on distinct numbers."""
+"""How the rows of tokens lie in a tensor, and how an operation that only moves numbers changes that, found on distinct numbers."""
 
 from __future__ import annotations
 

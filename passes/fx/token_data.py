@@ -1,7 +1,7 @@
-"""Which values of a graph hold data of the batch's tokens, which are made from the number of tokens, constants and weights alone, and
-where rows of tokens are looked up.
+"""Which values of a graph hold data of the batch's tokens, which are made only from the number of tokens, constants and weights, and where
+rows of tokens are looked up.
 
-`torch.ones_like(ids)`, `x.new_zeros(...)` and sizes read the shape of a tensor and nothing in it: they hold no data of tokens.
+`torch.ones_like(ids)`, `x.new_zeros(...)` and sizes read only the shape of a tensor, so they hold no data of tokens.
 """
 
 from __future__ import annotations

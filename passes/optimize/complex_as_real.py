@@ -4,7 +4,7 @@ Before: view_as_real(view_as_complex(x) * polar(one, angle))
 After:  stack([x0 * cos(angle) - x1 * sin(angle), x0 * sin(angle) + x1 * cos(angle)], -1)
 Left alone: a graph in which anything else is done with a complex number.
 
-Inductor makes no code for complex numbers: each operation on them is a launch of its own, and ends the kernels around it.
+Inductor generates no code for complex numbers: each operation on them is a separate launch that interrupts fusion around it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Experts that all compute every token become `paged_attn::experts`, which reads the chosen ones alone: found, tried on numbers, replaced.
+"""Replaces experts that all compute every token by `paged_attn::experts`, which reads only the chosen ones; tried on numbers first.
 
-Before: each token, times each expert's score of it, which is zero but for k of them, through bmm, a gate and bmm; summed over all experts
+Before: each token times each expert's score (zero for all but k experts), through bmm, a gate and bmm, summed over all experts
 After:  paged_attn.experts(the token times its score, ids of the chosen, ones, ...), and for k above 1 a sum over the k
-Left alone: whatever else the numbers show. How the k are chosen stays as it is.
+Left alone: anything for which the numbers differ. How the k are chosen stays as it is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The operations between a router's logits and its experts become `paged_attn::route`: found, tried on numbers, replaced.
+"""Replaces the operations between a router's logits and its experts by `paged_attn::route`. The rewrite is tried on numbers first.
 
 Before: softmax, topk, gather, sum, div, ... of logits [T, E]
 After:  weights, ids = paged_attn.route(logits, bias, ...)
-Left alone: what is made from more than logits and a bias, and what no `Routing` gives the numbers of.
+Left alone: routers that read more than logits and a bias, and those whose numbers no `Routing` reproduces.
 """
 
 from __future__ import annotations

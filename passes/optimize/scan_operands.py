@@ -4,10 +4,10 @@ Before: projection [1, T, N] -> views, slices, copies, cat -> x [T, C] -> paged_
 After:  projection [T, N] -> paged_attn.short_conv_with_output, with the columns in numbers
 Before: query, key [1, T, key heads, K] -> repeat_interleave, expand, reshape ... -> [T, H, K] -> paged_attn.gated_delta_rule_with_output
 After:  query, key [T, key heads, K] -> the same op, which reads each for all of its value heads
-Proved, not matched: what lies between is evaluated on a tensor of distinct numbers.
-Left alone: what computes on the way or is written to. Of convolutions: several projections, columns that come twice or in an order that few
-numbers cannot tell, and views that copy nothing. Of delta rules: a query and a key of different numbers of heads, and Kimi's rule (no
-model repeats keys for it, and other packages' kernels were not tried with fewer).
+Proved, not matched: the operations in between are evaluated on a tensor of distinct numbers.
+Left alone: chains that compute something or are written to. For convolutions: several projections, columns that occur twice or in an order
+that a few numbers cannot express, and views that copy nothing. For delta rules: a query and a key with different numbers of heads, and
+Kimi's rule (no model repeats keys for it, and other packages' kernels were not tried with fewer).
 """
 
 from __future__ import annotations

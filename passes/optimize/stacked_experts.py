@@ -1,8 +1,8 @@
-"""Weights of experts that are stacked in the graph become one tensor that its caller keeps, as merged linears have it.
+"""Turns weights of experts that are stacked in the graph into one tensor that the graph's caller keeps, as for merged linears.
 
 Before: paged_attn.experts(..., torch.cat([owned, owned, ...]).view(E, rows, H), ...), or other views of it
 After:  paged_attn.experts(..., merged.view(E, rows, H), ...)
-Left alone: whatever else than the graph's own inputs is stacked, or is used elsewhere too.
+Left alone: stacks of anything but the graph's own inputs, or of inputs that are used elsewhere too.
 """
 
 from __future__ import annotations

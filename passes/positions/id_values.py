@@ -1,8 +1,7 @@
-"""Values that a model makes of token ids must be a row's own: a row may not see which ids other rows have, since in a ragged batch those
-belong to other requests.
+"""Checks that a value computed from token ids depends only on its own row's id: in a ragged batch, other rows belong to other requests.
 
-Which ids make a difference (an end of text that starts positions again) no probe of a few tokens shows. So what is made of ids alone is
-evaluated on every id that the model has: on all of them in two orders, and on half of them. Each id must come out the same.
+A probe of a few tokens cannot show which ids make a difference (such as an end of text that restarts positions). So values computed only
+from ids are evaluated on every id that the model has: on all of them in two orders, and on half of them. Each id must give the same value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Checks that what is computed between the ops treats rows independently: in a ragged batch neighboring rows are other requests'.
+"""Checks that everything computed between the ops treats rows independently: in a ragged batch, neighbouring rows belong to other requests.
 
-The rewritten graph is run twice on random rows. Half of the tokens, the first and the last among them, are others the second time, as is
-what ops give them, and one of them stands at a far position. Nothing that the other half hands to an op, and no logits of theirs, may move.
+The rewritten graph is run twice on random rows. The second time half of the tokens, including the first and the last, are replaced, along
+with the ops' results for them, and one of them is at a far position. The other half's inputs to ops and logits must not change.
 """
 
 from __future__ import annotations

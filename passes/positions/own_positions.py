@@ -1,4 +1,4 @@
-"""The passes on positions in their order, after attention was replaced: counted rows, made values, and how many positions there are."""
+"""The passes on positions, in order, run after attention was replaced: counted rows, values from them, number of positions."""
 
 from __future__ import annotations
 

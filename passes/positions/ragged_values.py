@@ -3,7 +3,7 @@
 Before: c = torch.cos(torch.arange(1, T + 1) * f); x = x * c       After: c = torch.cos((p + 1) * f); x = x * c
 Before: x = x + self.table[:, :T]                                  After: x = x + self.table.index_select(1, p)
 A value that is the same for every row and every length (token types of zero) stays; so does one that only picks rows of a
-token-sized tensor (expert dispatch). Anything else whose rows differ would be wrong in a ragged row and is refused.
+token-sized tensor (expert dispatch). Any other value whose rows differ would be wrong in a ragged row and is refused.
 Every replacement is proved: on ragged positions it must give the rows that the old value has at those positions.
 """
 

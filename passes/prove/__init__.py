@@ -1,4 +1,4 @@
-"""What a found attention computes, proved on values, and compared with what the config claims.
+"""Proves on values what a found attention computes, and compares it with what the config claims.
 
 In: an `AttentionSite` and the model's tensors. Out: an `AttentionProof`, or an UnsupportedError that shows what was found.
 Change: masks: `mask_family.py`, `mask_proof.py`, `mask_probe.py`; biases: `bias_family.py`; claims of the config: `config_claims.py`.

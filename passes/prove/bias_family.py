@@ -1,6 +1,6 @@
 """Additive position biases that a spec can express: ALiBi slopes, a table over the distance (T5), a table over the key's position.
 
-Softmax does not see a constant added to a row, so biases are compared after the diagonal's own was taken off each row.
+A constant added to a row does not change its softmax, so biases are compared after subtracting each row's diagonal entry.
 """
 
 from __future__ import annotations

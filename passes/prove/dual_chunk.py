@@ -1,8 +1,8 @@
-"""What an attention with three queries per token computes: which query meets which keys, evaluated and compared.
+"""Proves what an attention with three queries per token computes, and finds out which query meets which keys.
 
-All between the products q.k and the output is evaluated on chosen products and values. First which rows each of the three changes: only
-those behind the first chunk see the chunk before, and only those behind the second one a chunk farther back, so that the rows say which
-query is which and how long a chunk is. Then products and values are random, and the output must be that of the formula.
+Everything between the products q.k and the output is evaluated on chosen products and values. First it is found which rows each of the
+three queries changes: only rows after the first chunk see the previous chunk, and only those after the second see chunks farther back. This
+shows which query is which and how long a chunk is. Then products and values are random, and the output must be that of the formula.
 """
 
 from __future__ import annotations

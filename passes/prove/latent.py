@@ -1,7 +1,7 @@
-"""Keys and values that seem to be made of one row per token: where each of their elements comes from, and that it is so, on numbers.
+"""Proves on numbers that keys and values are computed from one row per token, and finds out where each of their elements comes from.
 
-Where they come from is read off distinct numbers in place of the products: whatever lies behind those must only move them, in the same way
-for every token. Then rows and weights are random, and keys and values must be what the maps that were found make of them.
+To find that out, the products are replaced by distinct numbers: the operations after them must only move these, in the same way for every
+token. Then rows and weights are random, and the maps that were found must give the model's keys and values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Masks that no family describes (every third key, blocks with a few keys for all, the first keys beside a window), if they are causal.
+"""Causal masks that no family describes (every third key, blocks with a few keys for all, the first keys beside a window).
 
-The attention itself can then be recomputed from all tokens of a request, mask included, whatever that is.
+Such an attention can be recomputed from all tokens of a request, including its mask, whatever that is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a written-out attention does to q.k before the softmax, proved on values: a scale or a softcap, and sinks.
 
-The subgraph between q.k and the weights is evaluated on chosen products. With f(q.k) + mask and bias as the scores, rows relative to
-their diagonal, where q.k is set to 0, give f itself; it must be linear or c * tanh(a * x / c) on every head, query and key alike.
+The subgraph between q.k and the weights is evaluated on chosen products. If the scores are f(q.k) + mask and bias, then each row relative
+to its diagonal, where q.k is set to 0, gives f itself. It must be linear or c * tanh(a * x / c), the same for every head, query and key.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds numerically which values of each token depend on other tokens: a running sum, a convolution, a shift.
 
-What is between the model's products with weights and an attention is evaluated on random rows, twice, with one row changed.
+Everything between the model's products with weights and an attention is evaluated twice on random rows, the second time with one changed.
 """
 
 from __future__ import annotations

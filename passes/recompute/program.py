@@ -1,4 +1,4 @@
-"""A region of a graph as a program of its own, and the proof that no later token changes an earlier row of it."""
+"""A region of a graph as a separate program, and the proof that no later token changes an earlier row of it."""
 
 from __future__ import annotations
 

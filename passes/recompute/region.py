@@ -3,8 +3,8 @@
     x -> linear -> q', k', w' | scores of q' and k' -> topk -> mask -> attention over q, k, v
                      the cut  | recomputed: all that holds tokens against tokens, or mixes tokens otherwise (a running sum)
 
-What is on the left of the cut holds one row per token, is computed as the graph says and kept in pages. On the right, masks and all
-else that is made from positions and the model's own tensors alone are recreated for the request.
+Values on the left of the cut hold one row per token, are computed as in the graph, and are kept in pages. On the right, masks and all other
+values that depend only on positions and the model's own tensors are recreated for the request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replace an attention that no spec describes (its mask is computed from hidden states, its heads are mixed) by the op that evaluates
+"""Replaces an attention that no spec describes (its mask is computed from hidden states, its heads are mixed) by the op that evaluates
 its own part of the graph on each request's tokens.
 
 Before: out = F.sdpa(q, k, v, mask_from(x)) [1, Hq, T, Dv]

@@ -1,11 +1,10 @@
-"""Replace each proved attention by the paged op.
+"""Replaces each proved attention by the paged op.
 
 Before: out = F.sdpa(q [1, Hq, T, D], repeated k, repeated v, mask) [1, Hq, T, Dv]
 After:  o = aten.new_empty(q', [T, Hq, Dv]); unified_attention_with_output(q', k', v', o, layer_id, save); out = o^T[None]
         with q' [T, Hq, D], k' [T, Hkv, D], v' [T, Hkv, Dv] as views; the mask and repeat_kv are dead code afterwards.
 Sinks join the call as the model's own parameter [Hq]; sinks that are constants and tables of biases become buffers of the graph.
-Query, key and value become the pool's dtype in front of the op, where they are another (models may rotate in float32), and the result the
-dtype that it had.
+Query, key and value with another dtype than the pool's (models may rotate in float32) are cast before the op, and the result is cast back.
 Only ATen overloads are emitted: torch.Tensor.new_empty would make AOTAutograd's cache bypass.
 """
 

@@ -1,6 +1,6 @@
-"""Replace an attention with three queries per token by the op that attends to its chunks.
+"""Replaces an attention with three queries per token by the op that attends to its chunks.
 
-Before: out [1, Hq, T, Dv] of q0, q1, q2 [1, Hq, T, D], repeated k, repeated v, in whatever way the graph makes it
+Before: out [1, Hq, T, Dv] of q0, q1, q2 [1, Hq, T, D], repeated k, repeated v, however the graph computes it
 After:  o = aten.new_empty(q0', [T, Hq, Dv]); dual_chunk_attention_with_output(q0', q1', q2', k', v', o, layer_id); out = o^T[None], with
         the intra-chunk query first. Products, masks and merges are dead code afterwards.
 """

@@ -1,4 +1,4 @@
-"""Keys that were repeated over heads before something else was computed on them.
+"""Finds one key per KV head where keys were repeated over heads before something else was computed on them.
 
 Before: k -> broadcast over query heads -> rotary embedding -> [1, q_heads, T, dim] -> attention
 After:  every group-th head of what attention receives.

@@ -1,4 +1,4 @@
-"""Undo repeat_kv: find the keys or values before they were repeated over query heads, in whatever way it was spelled.
+"""Undoes repeat_kv: finds the keys or values before they were repeated over query heads, however that was written.
 
 Before: k [1, kv_heads, T, dim] -> expand / reshape / repeat_interleave / broadcast_to ... -> [1, q_heads, T, dim] -> attention
 After:  the node before the repetition, and how its dims become [T, kv_heads, dim].

@@ -1,4 +1,4 @@
-"""Replace an attention over a latent by the op that keeps one row of each token.
+"""Replaces an attention over a latent by the op that keeps one row per token.
 
 Before: k, v = heads of linear(latent [1, T, rank], weight), the shared part beside the keys; out = attention(q [1, H, T, D], k, v)
 After:  o = aten.new_empty(q', [T, H, Dv]); latent_attention_with_output(q', latent' [T, rank], rotated' [T, r], weight_k, weight_v, o,

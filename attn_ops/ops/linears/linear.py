@@ -1,10 +1,10 @@
-"""`torch.ops.paged_attn.linear`: a linear layer that takes one row through a kernel of its own, and any other number as torch does. And
-`linear_float32`: the same of tensors in 16 bits with a result in float32, as routers compute their logits.
+"""`torch.ops.paged_attn.linear`: a linear layer that computes a single row with our own kernel, and any other number of rows as torch does.
+`linear_float32`: a linear layer on 16-bit tensors with a float32 result, as routers compute their logits.
 
-A product with one row reads every weight once: it takes as long as the memory takes. cuBLAS starts such a product when the one before has
-ended; a kernel of our own may ask for its first weights by then.
+A product with one row reads every weight once, so memory bandwidth limits it. cuBLAS starts such a product when the previous kernel has
+ended; our kernel can request its first weights before that.
 
-A product of two numbers of 16 bits is exact in float32, and so are both casts: tensor cores, which add up in float32, give the sums of the
+A product of two 16-bit numbers is exact in float32, and so are both casts. So tensor cores, which add up in float32, give the sums of the
 model's own product of casts, in another order.
 """
 

@@ -1,8 +1,8 @@
-"""`torch.ops.paged_attn.lora`: to the result of a linear layer, or of several in one product, each row's low-rank adapter is added.
-`lora_up` is its second half, where the layer's product has done the first one as well.
+"""`torch.ops.paged_attn.lora`: adds each row's low-rank adapter to the result of a linear layer, or of several merged into one product.
+`lora_up` is its second half, for layers whose own product includes the first half.
 
-They read nothing but their operands, so that they stay inside a piece and inside captured graphs. All adapters lie stacked in tensors that
-are made once: who puts another adapter into a slot changes no address.
+Both read nothing but their operands, so they stay inside a piece and inside captured graphs. All adapters lie stacked in tensors that are
+created once, so putting another adapter into a slot changes no address.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """CUTLASS's latent attention of sgl-kernel, for Blackwell: decode steps over rows of 512 + 64 in pages of 128.
 
-Its kernel takes pages for adjacent, whatever their stride. So it is given all of a layer's pool as rows, one page of it as many pages, and
-a page table that counts those: `adjacent_pages`. It reads whole pages, and pads heads to 128 by copies of the queries.
+Its kernel assumes that pages are adjacent, whatever their stride. So `adjacent_pages` gives it the whole pool from the layer's first row
+on, in which one page of the pool counts as several, and the page table counts those. The kernel reads whole pages; heads are padded to 128
+with copies of the queries.
 """
 
 from __future__ import annotations

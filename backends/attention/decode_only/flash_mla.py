@@ -1,8 +1,8 @@
 """FlashMLA as sgl-kernel builds it: decode steps over rows of latents in pages of 64.
 
 - A row is 512 + 64 wide. Keys and values are read from the pool where it lies; pages may be any distance apart.
-- How the device's multiprocessors share a step is a small kernel of its own, which reads the lengths on the device: `plan_in_graph`.
-- It gives a new tensor, which is copied to the output.
+- A separate small kernel divides a step among the device's multiprocessors; it reads the lengths on the device: `plan_in_graph`.
+- It returns a new tensor, which is copied to the output.
 """
 
 from __future__ import annotations

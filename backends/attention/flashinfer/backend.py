@@ -1,7 +1,7 @@
 """FlashInfer behind the contract.
 
-Per step and distinct kind of layer one of FlashInfer's wrappers is planned, on entry of the forward context, before the model starts;
-nothing waits for the device. What remains is FlashInfer's own host work, once per kind. A mixed batch whose decodes stand together runs
+On entry of the forward context, before the model starts, one of FlashInfer's wrappers is planned per step and distinct kind of layer.
+Nothing waits for the device; what remains is FlashInfer's own host work, once per kind. A mixed batch whose decodes are adjacent runs
 as two parts, each with the kernel that suits it. Prompts with nothing cached read the step's own K and V. A decode step whose requests
 share a long prefix attends to it once (see `choose.cascade_pays`), if the batch has a `page_table_host` to find it in.
 """

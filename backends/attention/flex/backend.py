@@ -2,8 +2,8 @@
 
 The keys and values that a step's queries may see are gathered from their pages for each layer. Reading the pages in place, with a
 block of the mask per page, is not sound with torch 2.11 to 2.13: flex's Triton kernels compute a key's offset in 32 bits, which pools of
-2**31 elements overflow without a word (pytorch#190857, vllm#50427; all layers share our pool); they multiply unused slots of a page by
-zero, where NaN stays NaN; and blocks of fewer than 16 keys do not compile.
+2**31 elements silently overflow (pytorch#190857, vllm#50427; all layers share our pool); they multiply unused slots of a page by zero,
+which leaves NaN as NaN; and blocks of fewer than 16 keys do not compile.
 """
 
 from __future__ import annotations

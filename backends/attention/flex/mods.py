@@ -1,7 +1,7 @@
 """What a layer computes, as flex_attention's mask_mod and score_mod over one row of queries and one row of keys.
 
 The queries of all requests lie one after another, each request's padded to whole tiles, and the keys likewise, padded to whole blocks.
-`Where` says of each which request and position it is.
+`Where` says which request and position each row belongs to.
 """
 
 from __future__ import annotations

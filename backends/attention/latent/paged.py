@@ -1,7 +1,7 @@
 """Computes keys and values from the rows into a separate pool, for backends whose kernels attend to them faster than PyTorch's.
 
-That pool has pages of one token, so that contexts of any lengths lie end to end, and the products write keys and values where they belong.
-A context too long to be expanded at once is attended to part after part, and the results are joined by log-sum-exps.
+That pool has pages of one token, so that contexts of any length lie end to end and the products write keys and values in place.
+A context too long to be expanded at once is attended to part by part, and the results are merged by their log-sum-exps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One step of a latent layer: its rows go to the pool, and each request attends in the way that is cheaper for it.
 
-Expanding costs a product for each token of the context; attending to rows costs wider dot products for each pair of tokens. So many new
-tokens at once are better off with keys and values, and decode steps with the rows.
+Expanding costs a product for each token of the context; attending to rows costs wider dot products for each pair of tokens. So expanding
+is cheaper for many new tokens at once, and attending to rows is cheaper for decode steps.
 """
 
 from __future__ import annotations

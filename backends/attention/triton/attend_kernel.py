@@ -9,8 +9,8 @@ work: see plan_kernels. A program walks through its share of the work, item by i
 `partial` [2 * programs, KEEP_ROWS, BLOCK_DV] and `partial_stats` [2 * programs, 2, KEEP_ROWS], and the program that adds the last part
 merges them.
 
-With FUSED_WRITE (one new token per request) the new K and V come from `new_keys` and `new_values` [T, kv_heads, dim], and the program that
-has the last part of the item stores them in the pool.
+With FUSED_WRITE (one new token per request) the new K and V come from `new_keys` and `new_values` [T, kv_heads, dim], and the program with
+the item's last part stores them in the pool.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many new tokens a deterministic step may have: each part of its fixed split stores partial sums, however many parts there are."""
+"""How many new tokens a deterministic step may have: its split is fixed, and every part stores partial sums, so memory limits the parts."""
 
 from __future__ import annotations
 

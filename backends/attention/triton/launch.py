@@ -1,4 +1,4 @@
-"""From an `AttentionCall` to a kernel's arguments."""
+"""Turns an `AttentionCall` into a kernel's arguments."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Cut a step's attention into equal shares, on the device: stream-K over query tiles and key blocks.
+"""Cuts a step's attention into equal shares, on the device: stream-K over query tiles and key blocks.
 
-The work of one layer is a list of items (request, KV head, query tile), each of so many key blocks. Laid end to end, the blocks are dealt
-to the programs in equal runs, wherever that cuts an item: every program has the same work whatever the lengths, and no more than two of its
-items are cut, so that the workspace for partial results grows with the programs and not with the batch. An item counts ITEM_COST blocks
-more than it has, for its queries and its output: with many short requests that is where the time goes.
+The work of one layer is a list of items (request, KV head, query tile), each with a number of key blocks. Laid end to end, the blocks are
+dealt to the programs in equal runs, which may cut items. So every program has the same work whatever the lengths, and no more than two of
+its items are cut: the workspace for partial results grows with the programs and not with the batch. An item counts as ITEM_COST blocks
+more than it has, for its queries and its output, which take most of the time when there are many short requests.
 (Stream-K: Osama et al., 2023, https://arxiv.org/abs/2301.03598, there for matrix products.)
 
 With PART_BLOCKS > 0 an item is cut every PART_BLOCKS blocks instead, whatever else is in the batch, and each part has a program of its own:

@@ -1,7 +1,7 @@
 """Experts by sgl-kernel's wheel: grouped products of `triton_kernels`, which on Hopper read weights by TMA in persistent programs.
 
-Facts of sglang-kernel 0.4.2.post2: a product takes a weight [E, K, N] of any strides; gate and up that take turns, as gpt-oss has them, are
-activated in the first product, all others behind it; the second writes a pair's row where it is told to. Its tiling is its own choice.
+In sglang-kernel 0.4.2.post2 a product takes a weight [E, K, N] of any strides. Interleaved gate and up, as in gpt-oss, are activated in the
+first product, all others after it. The second product writes a pair's row where it is told to. The package chooses its own tiling.
 """
 
 from __future__ import annotations

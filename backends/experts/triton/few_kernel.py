@@ -1,7 +1,7 @@
 """Experts of a few tokens: a matrix-vector product for each token and each of its experts.
 
-All is memory: a token's expert is read once, row block by row block, and the products are added up in float32 in an order that no other
-token changes.
+Memory is the only limit: a token's expert is read once, row block by row block, and the products are added up in float32, in an order that
+does not depend on other tokens.
 """
 
 # mypy: ignore-errors

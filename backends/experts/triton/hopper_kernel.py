@@ -1,8 +1,8 @@
 """The two products of experts for many tokens on Hopper: one producer warpgroup copies to shared memory, two consumers multiply.
 
-Programs stay: each takes one tile after the other, and copies for the next one while the last one's results are written. A tile is 128
-pairs of an expert and 256 rows of its weight; each consumer has 64 of the pairs, and rests where the expert has none left for it. Rows of
-the left side lie anywhere (cp.async), those of the weight side by side (TMA).
+Programs are persistent: each takes one tile after the other, and copies for the next while the last one's results are written. A tile is
+128 pairs of an expert and 256 rows of its weight; each consumer has 64 of the pairs, and idles if the expert has none left for it. Rows on
+the left side may lie anywhere (cp.async); those of the weight are adjacent (TMA).
 """
 
 # mypy: ignore-errors

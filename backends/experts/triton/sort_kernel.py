@@ -1,5 +1,5 @@
-"""Pairs of a token and one of its experts, sorted by expert, and the blocks that the products run over. In which order an expert gets its
-pairs is left to the GPU: each pair's numbers are computed by themselves, whatever lies beside them."""
+"""Sorts pairs of a token and one of its experts by expert, and lists the blocks that the products run over. The GPU decides in which order
+an expert gets its pairs: each pair is computed independently, so the order changes no numbers."""
 
 # mypy: ignore-errors
 

@@ -1,4 +1,4 @@
-"""The short convolution: of decoding rows, of prompts, and the states that prompts leave."""
+"""The short convolution for decoding rows and for prompts, and the states that prompts leave behind."""
 
 # mypy: ignore-errors
 

@@ -1,7 +1,7 @@
-"""Prompts under the delta rule with a decay of each channel of the keys (Kimi Delta Attention).
+"""Prompts under the delta rule with a separate decay for each channel of the keys (Kimi Delta Attention).
 
-What is left at token i of what came at token j is exp(G[i] - G[j]) in each channel, with G the sums of the logarithms. Taken apart into two
-factors it overflows where decays are strong: `attn_ops/scans/kda.py` says how it is done.
+The share of token j's contribution that is left at token i is exp(G[i] - G[j]) in each channel, with G the sums of the logarithms. Split
+into two factors it would overflow where decays are strong: `attn_ops/scans/kda.py` says how that is avoided.
 """
 
 # mypy: ignore-errors

@@ -1,5 +1,5 @@
-"""Prompts through states of the delta rule and of Mamba-1: what a chunk teaches, made for all chunks at once, and one loop over the
-chunks of each request."""
+"""Runs prompts through states of the delta rule and of Mamba-1: each chunk's update is computed for all chunks at once, and then one loop
+goes over the chunks of each request."""
 
 # mypy: ignore-errors
 

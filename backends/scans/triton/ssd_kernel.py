@@ -1,5 +1,5 @@
-"""A scan of Mamba-2 through prompts (Dao and Gu 2024, "Transformers are SSMs", section 6): the states between chunks, one loop over the
-chunks of each request; then what the tokens of all chunks read, at once."""
+"""A scan of Mamba-2 through prompts (Dao and Gu 2024, "Transformers are SSMs", section 6): first the states between chunks, in one loop
+over the chunks of each request; then the outputs of the tokens of all chunks at once."""
 
 # mypy: ignore-errors
 

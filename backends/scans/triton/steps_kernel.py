@@ -1,4 +1,4 @@
-"""One token of each decoding request through its state: read once, written once."""
+"""Runs one token of each decoding request through its state, which is read once and written once."""
 
 # mypy: ignore-errors
 

@@ -1,4 +1,4 @@
-"""A record as an SVG: for each workload a bar per system, as long as its speed over the fastest one's."""
+"""Draws a record as an SVG: for each workload one bar per system, its length the system's speed relative to the fastest."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ longest, where s is the size of a state. The smaller of the two is largest where
 
     e = most * (s + least) / (most + s)
 
-So a hybrid model with long requests gets about half of each, one with few positions the pages that these can fill, and a model without
-attention uses all of the memory for states.
+So a hybrid model with long requests divides memory about evenly, one with few positions gets the pages that these can fill, and a model
+without attention uses all of the memory for states.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pages of models with windows: frames behind a layer's window are freed when memory is needed.
 
-Nothing is freed before that, so the prefix cache can use it as long as there is room.
+Nothing is freed before that, so the prefix cache can use these frames as long as there is room.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks that a model's output can be generated from: logits over the tokens that it reads, one row per token of the call."""
+"""Checks that text can be generated from a model's output: logits over the tokens that it reads, one row per token of the call."""
 
 from __future__ import annotations
 

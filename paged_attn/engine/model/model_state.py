@@ -1,6 +1,6 @@
 """A model at one moment: its modules, tensors, hooks and attributes, and what has changed since.
 
-Looked at whenever requests come, so that comparing is a handful of flat lists: about 0.3 ms for 32 layers.
+It is compared whenever requests arrive, so a comparison only goes through a handful of flat lists: about 0.3 ms for 32 layers.
 """
 
 from __future__ import annotations

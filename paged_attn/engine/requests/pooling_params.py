@@ -1,4 +1,4 @@
-"""What a caller wants from a text that is embedded or scored."""
+"""The parameters of a text that is embedded or scored."""
 
 from __future__ import annotations
 

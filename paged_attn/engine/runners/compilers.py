@@ -1,4 +1,4 @@
-"""Processes that compile kernels for an engine; best started before weights are read."""
+"""Processes that compile kernels for an engine; they should be started before weights are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The interface of what runs the engine's model: `TracedRunner` (traced and rewritten) or `HookedRunner` (hooked, not compiled)."""
+"""The interface of a runner, which runs the engine's model: `TracedRunner` (traced and rewritten) or `HookedRunner` (hooked, not
+compiled)."""
 
 from __future__ import annotations
 

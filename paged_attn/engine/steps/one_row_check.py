@@ -1,7 +1,7 @@
 """Checks that a graph traced for two or more rows computes the same for one.
 
-Its operations are those of any number of rows, and no guard of the trace asks for two; but torch, while it traces, takes for granted that a
-size is neither 0 nor 1. So it is tried on numbers, with what runs: compiled pieces and all, each piece from the same inputs.
+Its operations are valid for any number of rows, and no guard of the trace requires two; but while it traces, torch assumes that a size is
+neither 0 nor 1. So the check runs what will be served, compiled pieces included, on numbers, with the same inputs for each piece.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Makes einx's elementwise operations (`einx.subtract("j, i -> i j", a, b)`) traceable.
 
-einx compiles a function for the sizes that a call has, and Dynamo is told not to look inside: with a symbolic number of tokens that fails.
-Inside `any_length` these operations are PyTorch's, with axes lined up by their names; patterns with more in them (brackets, axes in
-parentheses, but in what a call gives) still go to einx. Notation: https://einx.readthedocs.io.
+einx compiles a function for the sizes of a call and tells Dynamo not to look inside, which fails with a symbolic number of tokens.
+Inside `any_length` PyTorch computes these operations, with axes lined up by their names. Patterns with more in them (brackets; axes in
+parentheses, except in a call's result) still go to einx. Notation: https://einx.readthedocs.io.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Turns each expert module into one op while a model is traced.
 
 Such a module holds its experts' weights stacked, and is given the hidden states, the chosen experts and their weights. What it computes is
-not read off that: gates are tried on numbers, and the module itself is run beside the op.
+found on numbers: gates are tried, and the op's results are compared with those of the module itself.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Where an expert module keeps its weights, and which of them may be moved.
 
-transformers' modules say so by flags (`is_transposed`, `has_bias`, ...). Others, as remote code has them, may be experts if they hold two
-stacked weights whose shapes fit each other, or matrices [E n, m] of all experts' rows, their own or those of a module within (DBRX), and
-are called with hidden states, ids and weights. What either computes is then proved.
+transformers' modules say so by flags (`is_transposed`, `has_bias`, ...). Other modules, from remote code, may be experts if they hold two
+stacked weights whose shapes fit each other, or matrices [E n, m] of all experts' rows, their own or those of an inner module (DBRX), and
+are called with hidden states, ids and weights. What any of them computes is then proved.
 
-Nothing in a matrix of all rows says how many experts it holds: numbers of the module whose names speak of experts are tried, small ones
-first. On a GPU ids beyond a module's experts may end the process; with fewer experts than it has, its numbers are only other ones.
+A matrix of all rows does not say how many experts it holds, so the module's numbers whose names mention experts are tried, small ones
+first. The order matters: on a GPU, ids beyond a module's experts may end the process, while too few experts only give different results.
 """
 
 from __future__ import annotations

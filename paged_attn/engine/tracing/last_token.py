@@ -2,8 +2,8 @@
 
 Before: logits = head(norm(x)[:, -1])
 After:  logits = head(norm(x))
-Refuses: logits that are made otherwise of more than the last token's row. The self-check compares what comes of it with the model's own
-logits for each beginning of its prompts.
+Refuses: logits that are computed in another way from more than the last token's row. The self-check compares the result with the model's
+own logits for each prefix of its prompts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a model on two lengths and looks at each call of some of its modules."""
+"""Runs a model on inputs of two lengths and records each call of some of its modules."""
 
 from __future__ import annotations
 

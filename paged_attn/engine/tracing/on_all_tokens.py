@@ -1,7 +1,8 @@
-"""Modules that mix tokens in a way that is neither attention nor a recurrence (a compressor whose entries grow with the tokens): each is
-one op while the rest of the model is captured, and runs as it is, without a cache, on all tokens of a request (docs/design/recompute.md).
+"""Modules that mix tokens in a way that is neither attention nor a recurrence (a compressor whose entries grow with the tokens). Each
+becomes one op while the rest of the model is captured, and runs unchanged, without a cache, on all tokens of a request
+(docs/design/recompute.md).
 
-What it is given of each token is kept in pages. That no later token changes an earlier row is proved as for any layer that is recomputed.
+Its inputs for each token are kept in pages. As for any recomputed layer, it is proved that no later token changes an earlier row.
 """
 
 from __future__ import annotations

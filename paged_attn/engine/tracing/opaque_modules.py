@@ -1,7 +1,7 @@
 """Turns modules that torch.compile cannot trace into one op each while the rest of the model is captured.
 
-A mixture of experts that loops over the experts that got a token has no one graph. Where the trace fails inside the forward of a
-submodule on a number that only the data knows, all modules of that class become `module_with_output` and the trace is tried again.
+A mixture of experts that loops over the experts that have a token has no single graph. If the trace fails inside a submodule's forward on
+a number that depends on the data, all modules of that class become `module_with_output` and the trace is tried again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Custom ops of a model whose authors did not say what shapes they give, which torch.compile needs to know while it traces.
+"""Custom ops without a fake implementation: torch.compile needs their output shapes, which their authors did not declare.
 
-What they give is read off real calls of two lengths, and told to torch for the time of the trace. Such an op is a split point: between the
-pieces it runs as it is, so that nothing else is taken for known of it.
+The shapes are derived from real calls of two lengths and registered with torch during the trace. Such an op is a split point: it runs
+unchanged between the pieces, so nothing else needs to be assumed about it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Rotary embeddings whose frequencies depend on the length of the call: here on the length of each row's request.
+"""Makes rotary embeddings whose frequencies depend on the length of the call depend on the length of each row's request instead.
 
-transformers' longrope (LongRoPE, arXiv:2402.13753; Phi-3 and 4, MiniCPM) takes one set of frequencies for a call up to some length, and
-another for a longer one; its dynamic NTK scaling leaves them as they are up to the model's positions. Both look at the largest position
-of the call. In a paged batch that would be another request's. So each module is replaced by one that computes both and takes, for each
-row, what its own request has. It is compared with the module itself at both sides of the border.
+transformers' longrope (LongRoPE, arXiv:2402.13753; Phi-3 and 4, MiniCPM) uses one set of frequencies for calls up to some length, and
+another for longer ones; its dynamic NTK scaling changes nothing up to the model's maximum position. Both look at the largest position of
+the call, which in a paged batch may belong to another request. So each module is replaced by one that computes both sets and picks, for
+each row, the one for its own request. It is compared with the module itself on both sides of the limit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why a trace failed, and the message about it."""
+"""Finds out why a trace failed, and words the message about it."""
 
 from __future__ import annotations
 

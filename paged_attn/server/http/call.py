@@ -1,4 +1,4 @@
-"""One HTTP request from its arrival to the end of its answer, and all of those that the engine works for."""
+"""One HTTP request from its arrival to the end of its answer, and all those that the engine is working on."""
 
 from __future__ import annotations
 

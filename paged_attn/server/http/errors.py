@@ -1,4 +1,4 @@
-"""Errors as answers, in the form that a client of the path expects; and as /openapi.json describes them."""
+"""Turns errors into answers in the form that clients of the path expect, and describes them for /openapi.json."""
 
 from __future__ import annotations
 

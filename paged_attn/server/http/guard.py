@@ -1,4 +1,4 @@
-"""Before any route: the caller, the size and shape of the body, and how long it takes to arrive."""
+"""Checks before any route: the caller, the size and shape of the body, and how long the body takes to arrive."""
 
 from __future__ import annotations
 

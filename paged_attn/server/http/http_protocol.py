@@ -1,4 +1,4 @@
-"""Uvicorn's HTTP over one connection, with limits: how many there are, and how long a client may take to send or to read."""
+"""Uvicorn's HTTP over one connection, with limits on the number of connections and on how long a client may take to send or to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of a log, written by a thread of its own: a terminal or pipe that is not read blocks nothing else."""
+"""Writes the lines of a log in a separate thread, so that a terminal or pipe that nobody reads blocks nothing else."""
 
 from __future__ import annotations
 

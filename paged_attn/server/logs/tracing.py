@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span for each request, in the trace that its client says (W3C traceparent). Needs the extra `otel`."""
+"""OpenTelemetry: a span for each request, in the trace that its client names (W3C traceparent). Needs the extra `otel`."""
 
 from __future__ import annotations
 

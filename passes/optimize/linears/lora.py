@@ -1,4 +1,4 @@
-"""Linear layers followed by `paged_attn::lora`: the variant of a rewritten graph for steps with adapters.
+"""Makes the variant of a rewritten graph for steps with adapters: its linear layers are followed by `paged_attn::lora`.
 
 Before: F.linear(x, weight, bias), or paged_attn.linear, or torch.addmm(bias, x, weight); of one linear layer or of several merged ones
 After:  paged_attn.lora(that, x, a, b, scales, slots, rows), whose a, b, scales and slots are new inputs of the graph; or, where a may be

@@ -1,4 +1,4 @@
-"""Linears of one input (q, k and v; gate and up) become one linear on a merged weight, of whose output the old ones are slices."""
+"""Merges linears of one input (q, k and v; gate and up) into one linear on a merged weight; the old results become slices of its output."""
 
 from __future__ import annotations
 

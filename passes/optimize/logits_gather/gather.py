@@ -3,8 +3,8 @@
 Before: attention(q, k, v, out); x = x + o_proj(out); x = x + mlp(norm(x)) [1, T, H]; logits = lm_head(norm(x)[:, rows]) [1, N, V]
 After:  attention(q, k, v, out); x = x[:, rows] + o_proj(out[rows]); x = x + mlp(norm(x)) [1, N, H]; logits = lm_head(norm(x))
 
-What moves treats rows apart by structure (`row_ops`) and is read by nothing but the picking (`row_region`); and before anything is
-changed both orders are computed on random numbers.
+Everything that moves treats rows independently by structure (`row_ops`) and is read only by the picking (`row_region`). Before anything is
+changed, both orders are computed on random numbers and compared.
 """
 
 from __future__ import annotations

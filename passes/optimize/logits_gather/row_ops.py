@@ -1,7 +1,8 @@
-"""Which operations treat the rows of tokens apart: row i of the result is made of row i of the operands, and of what has no rows.
+"""Which operations treat the rows of tokens independently: row i of the result depends only on row i of the operands and on values without
+rows.
 
-Anything that is not in these tables is taken to mix rows. In all that follows every operand has at most one axis of rows, and so must
-the result: then operands that broadcast, and products, can only have met row by row, and a sum over rows would have left none.
+Anything that is not in these tables is assumed to mix rows. Here every operand has at most one axis of rows, and so must the result. So
+broadcast operands and products can only have been combined row by row, and a sum over rows would have left no such axis.
 """
 
 from __future__ import annotations

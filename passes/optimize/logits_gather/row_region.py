@@ -1,4 +1,4 @@
-"""The part of a graph that computes nothing but what some nodes read of it, one row of tokens apart from the others."""
+"""The part of a graph whose values are read only by certain nodes, and which computes each row of tokens independently of the others."""
 
 from __future__ import annotations
 

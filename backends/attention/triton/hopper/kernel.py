@@ -1,9 +1,9 @@
 """The extension kernel for Hopper: one producer warpgroup copies pages to shared memory, two consumer warpgroups multiply.
 
-The same work list, the same formula and the same merge as `attend_kernel`, in Gluon, where the overlap can be written down; here are the
-buffers and barriers that the three share. Each consumer has half of a tile of 128 rows.
+The same work list, formula and merge as `attend_kernel`, in Gluon, which can express the overlap. This file has the buffers and barriers
+that the three share. Each consumer has half of a tile of 128 rows.
 
-Serves dtypes of 16 bits, head dims from 64 to 256 that `tiling.in_hopper_kernel` lists (192 beside 128 among them), any page size; not
+Serves 16-bit dtypes, the head dims from 64 to 256 that `tiling.in_hopper_kernel` lists (including 192 with 128), and any page size; not
 ALiBi and not position biases.
 """
 

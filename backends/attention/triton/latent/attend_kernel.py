@@ -1,4 +1,4 @@
-"""Attention of all heads to one row per token, which is read once: all of it is the key, its first RANK elements are the value.
+"""Attention of all heads to one row per token, read once: the whole row is the key, and its first RANK elements are the value.
 
 For each query row: softmax(scale * (q.latent + q_rotated.rotated)) @ latent over the tokens up to its own, read in place through the page
 table, by the online softmax in base 2, as in `attend_kernel` of the room above. That one would load K and V of a row of 512 + 64 as two

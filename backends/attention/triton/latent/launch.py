@@ -1,4 +1,4 @@
-"""From an `AttentionCall` of a layer of latents to the arguments of its two kernels."""
+"""Turns the `AttentionCall` of a layer of latents into the arguments of its two kernels."""
 
 from __future__ import annotations
 

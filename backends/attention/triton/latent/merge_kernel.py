@@ -1,7 +1,7 @@
-"""Join the parts of the items that were cut: of each item, as many programs as a row of the tile has groups of columns, for each row.
+"""Merges the parts of items that were cut, with one program per item, row of the tile and group of columns.
 
-In the kernel of the room above the program that adds an item's last part merges all of them. Here one KV head serves all query heads, so
-one request of a decode step is one or two items for all programs: there would be a hundred parts, of up to 128 KiB, for a single program.
+In the kernel of the room above, the program that adds an item's last part merges all of them. Here one KV head serves all query heads, so
+a decode step of one request is one or two items for all programs: a single program would merge a hundred parts of up to 128 KiB.
 
 A cut item is the first one of the program that has its last part, so the programs' rows of `work` name each cut item once.
 """

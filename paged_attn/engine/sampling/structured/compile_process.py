@@ -1,5 +1,5 @@
-"""Parses schemas and grammars, here and on trial: as a script, this file forks a process for each source, so that one that overflows
-the stack, never ends or takes all memory harms nobody. Imports nothing but llguidance and Python's own; see `GuideTrials`."""
+"""Parses schemas and grammars, in this process and on trial. Run as a script, this file forks a process for each source, so that a source
+that overflows the stack, never ends or takes all memory does no harm. Imports only llguidance and Python's own; see `GuideTrials`."""
 
 from __future__ import annotations
 

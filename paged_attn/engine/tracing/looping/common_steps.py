@@ -1,6 +1,6 @@
 """The common steps of two tapes of one block, for different numbers of tokens, with their numbers made valid for any number of tokens.
 
-A block that loops over its data takes other steps for other tokens. What it does before and after the loop is the same.
+A block that loops over its data takes different steps for different tokens, but the steps before and after the loop are the same.
 """
 
 from __future__ import annotations

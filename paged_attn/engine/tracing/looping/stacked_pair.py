@@ -1,6 +1,6 @@
 """Experts whose products are two modules, each with one stacked weight, that are given rows sorted by expert (JetMoE, ScatterMoE).
 
-Which rows are for which expert such a module is told somehow; it is only ever asked to compute.
+How such a module is told which rows belong to which expert does not matter: it is only ever run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records what a call does to tensors, step by step, with a torch function mode: the torch functions as a model calls them."""
+"""Records what a call does to tensors, step by step: the torch functions that the model calls, seen by a torch function mode."""
 
 from __future__ import annotations
 

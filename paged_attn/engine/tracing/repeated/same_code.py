@@ -1,6 +1,6 @@
-"""The proof that the trace of one layer is that of another: whatever Dynamo read of the one is the same in the other.
+"""Proves that the trace of one layer is also that of another: everything that Dynamo read from the one is the same in the other.
 
-Dynamo notes each attribute, class, function and number that a trace depends on, as a guard with the expression that leads to it. The
+Dynamo records each attribute, class, function and number that a trace depends on, as a guard with the expression that leads to it. The
 expression is evaluated for both layers.
 """
 

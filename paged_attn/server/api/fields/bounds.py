@@ -1,4 +1,4 @@
-"""Types of fields that are counted before anything is built from them, and models that reject the first unknown field."""
+"""Field types whose size is checked before anything is built from them, and models that reject the first unknown field."""
 
 from __future__ import annotations
 

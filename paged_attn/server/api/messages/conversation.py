@@ -1,4 +1,4 @@
-"""From messages of Anthropic's API, which are blocks, to those of `ChatRequest`."""
+"""Translates messages of Anthropic's API, which consist of blocks, to those of `ChatRequest`."""
 
 from __future__ import annotations
 
