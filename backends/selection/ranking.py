@@ -1,14 +1,15 @@
 """The order in which "auto" tries backends, as data: one row per kind of device. `unmet` removes those that do not fit.
 
 The orders are those that SGLang documents (fa3 on Hopper, trtllm_mha on SM100, otherwise flashinfer, otherwise Triton; torch_native
-on a CPU), continued by what else runs there. Two differences, both on Hopper: our Triton kernels come before flashinfer, which they beat
-or equal on every shape of docs/kernels.md, and they do not compile for minutes; and they decode, as fast as fa3 or faster, and in a third
-of its time where requests share a prefix, which they read once. A file of `paged-attn tune` goes before them: see `tuned`.
+on a CPU), followed by whatever else runs there. Two differences, both on Hopper: our Triton kernels come before flashinfer, which they beat
+or equal on every shape of docs/kernels.md without compiling for minutes; and they come first for decoding, where they are as fast as fa3 or
+faster, and take a third of its time if requests share a prefix, which they read once. A file of `paged-attn tune` takes precedence: see
+`tuned`.
 
-Models that keep latents have orders of their own. On Hopper ours is first for prompts, whose expanded keys and values its kernel takes at
-1.07 to 1.15 of fa3's pace, and fa3 for decoding, in 0.41 to 0.75 of our time; flash_mla is up to 15 % faster still, or a third slower, and
-takes pages of 64 alone (docs/design/latent_attention.md). Elsewhere they are not measured; what has not run on a GPU here is taken by name
-only.
+Models that keep latents have orders of their own. On Hopper ours is first for prompts, whose expanded keys and values its kernel handles at
+1.07 to 1.15 of fa3's speed. fa3 is first for decoding, which takes it 0.41 to 0.75 of our time. flash_mla is up to 15 % faster still, or a
+third slower, and takes only pages of 64 (docs/design/latent_attention.md). Other GPUs are not measured; backends that have not run on a GPU
+here are taken only by name.
 """
 
 from __future__ import annotations

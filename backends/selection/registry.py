@@ -1,5 +1,5 @@
-"""Which backends exist: ours and those of the entry-point group `paged_attn.backends`, loaded when asked for, and what a program registers
-itself."""
+"""Which backends exist: ours, those of the entry-point group `paged_attn.backends`, loaded on request, and those that a program
+registers."""
 
 from __future__ import annotations
 

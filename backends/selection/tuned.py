@@ -1,7 +1,7 @@
 """What `paged-attn tune` measured on this device, as JSON, and the order of backends that follows from it.
 
-A file is of one device and holds an entry per kind of layer: head dims, query heads per KV head, dtypes and page size. It is used for
-a model if all its layers' kinds are in it and the packages are those that were measured; else the reason says why it is not.
+A file is for one device and holds an entry per kind of layer: head dims, query heads per KV head, dtypes and page size. It is used for
+a model if it has all kinds of the model's layers and the packages are those that were measured; otherwise the reason says why it is not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sample functions in turns (A B C A B C ...), so that a drifting clock favours none: CUDA graphs between events, or plain loops."""
+"""Times functions in turns (A B C A B C ...), so that a drifting clock favours none: CUDA graphs between events, or plain loops."""
 
 from __future__ import annotations
 

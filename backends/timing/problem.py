@@ -1,4 +1,4 @@
-"""A problem to time, and the least bytes and operations that it takes."""
+"""A problem to time, and the fewest bytes and operations that it takes."""
 
 from __future__ import annotations
 

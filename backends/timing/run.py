@@ -1,4 +1,4 @@
-"""Checks and times a pass over all layers; the result is a `Timing`, or the reason of a failure."""
+"""Checks and times a pass over all layers; the result is a `Timing`, or the reason why there is none."""
 
 from __future__ import annotations
 

@@ -2,23 +2,23 @@
 
 Measured on one H200 (triton 3.6.0, torch 2.11, 2026-11-21) with `python benchmarks/kernels.py`, 32 query heads over 8, dim 128, bfloat16:
 - Decode: 64 keys, 4 warps, 3 stages, 2 programs per multiprocessor were best or within 1 % of it on six of seven shapes. One request of
-  4,096 tokens gains 8 % from one program per multiprocessor, which halves the parts to merge, and from an early launch, which loses
-  on all others. Counting an item as 3 blocks more made ragged batches (64 to 16,384 tokens) 1.17 to 1.37 times as fast.
-- Tiles of several requests are from one H100 (2026-11-27, `benchmarks/results/shared_prefix_h100.json`): of 32 heads over 8, 64 requests
-  that share 2,048 tokens take 109 us each for itself, 39 with tiles of 16 rows, 38 with 32; where nothing is shared 32 rows cost 4 to 14 %
-  more, 16 rows 0 to 1.5 us. Three blocks for an item are within 2 % of six, and two parts at once in a merge of four or eight.
+  4,096 tokens gains 8 % from one program per multiprocessor, which halves the parts to merge, and from an early launch, which is slower on
+  all other shapes. Counting an item as 3 blocks more made ragged batches (64 to 16,384 tokens) 1.17 to 1.37 times as fast.
+- Tiles of several requests are from one H100 (2026-11-27, `benchmarks/results/shared_prefix_h100.json`): with 32 heads over 8, 64 requests
+  that share 2,048 tokens take 109 us separately, 39 with tiles of 16 rows, 38 with 32. If nothing is shared, 32 rows cost 4 to 14 % more,
+  16 rows 0 to 1.5 us. Three blocks for an item are within 2 % of six, and merging two parts at once is within 2 % of four or eight.
 - Extension: `attend_hopper` with 128 keys and 2 buffers runs at 1.4 to 1.6 times `attend_kernel`'s speed; 64 keys and 4 buffers are 1.18
   times as fast again on prompts of 1,024 tokens, and slower from 8,192 on.
-- `attend_hopper` at other head dims than 64 and 128: what fits into shared memory and registers. Of 192 with 128 that was the fastest, or
+- `attend_hopper` at other head dims than 64 and 128 has what fits into shared memory and registers. At 192 with 128 that was the fastest or
   within 1 % of it; at 256 the producer's 88 registers are 2 to 6 % faster than 72 (2026-11-25, `python benchmarks/prefill.py --tilings`).
 
 - Waves are from one H100 (2026-11-26, `benchmarks/results/prefill_waves_h100.json`): 192 with 128, 16 KV heads, 7,808 new tokens after
-  8,192 take 2,434 us in one, 1,854 in two, 1,745 in four; 512 after 15,488 take 155 us in one, 185 in two.
+  8,192 take 2,434 us in one wave, 1,854 in two, 1,745 in four; 512 after 15,488 take 155 us in one, 185 in two.
 
-Those of latents are from one H100 (2026-11-26, `python benchmarks/latent_sweep.py`): 16 rows are up to 7 % faster in `attend_latent`, with
-one program of 64 tokens a multiprocessor, than in `attend_latent_hopper`; 64 rows are 1.1 to 1.8 times as fast in the latter. Counting
-an item as 4 blocks more makes a ragged batch of 16 rows 1.2 times as fast, and costs one request of 4,096 tokens 6 %.
-Off Hopper what is known is that they compile for an A100, an L4, an RTX 5090 and a B200, and fit.
+Parameters for latents are from one H100 (2026-11-26, `python benchmarks/latent_sweep.py`): 16 rows are up to 7 % faster in `attend_latent`,
+with one program of 64 tokens per multiprocessor, than in `attend_latent_hopper`; 64 rows are 1.1 to 1.8 times as fast in the latter.
+Counting an item as 4 blocks more makes a ragged batch of 16 rows 1.2 times as fast, and costs one request of 4,096 tokens 6 %.
+On other GPUs than Hopper it is only known that the kernels compile for an A100, an L4, an RTX 5090 and a B200, and fit.
 """
 
 from __future__ import annotations
