@@ -25,9 +25,10 @@ def guarded() -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}, {"Authorization": "Bearer"}])
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/nothing"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/nothing", "/tokenizer_info"])
 def test_without_the_key_v1_is_closed(guarded: Running, header: dict[str, str], path: str) -> None:
-    reply = guarded.http.request("GET" if "models" in path else "POST", path, headers={"Authorization": "", **header})
+    method = "GET" if path in ("/v1/models", "/tokenizer_info") else "POST"
+    reply = guarded.http.request(method, path, headers={"Authorization": "", **header})
     assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
     assert reply.headers["WWW-Authenticate"] == "Bearer" and "secret" not in reply.text
 

@@ -15,8 +15,8 @@ from paged_attn.shown import shown
 
 # What limits of keys are about, and what needs a key, as all of /v1 does.
 COUNTED = (
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings",
-    "/v1/score", "/v1/rerank", "/tokenize", "/detokenize",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
+    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/score", "/v1/rerank", "/tokenize", "/tokenizer_info", "/detokenize",
     "/score", "/rerank", "/v2/rerank",
 )  # fmt: skip
 
