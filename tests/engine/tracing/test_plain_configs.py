@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from paged_attn.calling.plain_configs import plain_configs
 
@@ -41,6 +42,54 @@ def test_classes_are_set_back_after_a_failure() -> None:
     with pytest.raises(ZeroDivisionError), plain_configs(model):
         raise ZeroDivisionError
     assert type(model.config) is kind
+
+
+class Doubled(PretrainedConfig):
+    """Remote code that looks names up in its own way."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        return 2 * value if name == "width" else value
+
+
+class Frozen(PretrainedConfig):
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert "width" not in vars(self), "it is frozen"
+        super().__setattr__(name, value)
+
+
+class Hashed(PretrainedConfig):
+    def __hash__(self) -> int:
+        return 5
+
+
+class Registered(PretrainedConfig):
+    def __init_subclass__(cls, key: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+
+
+@pytest.mark.parametrize("kind", [Doubled, Frozen, Hashed, Registered])
+def test_configs_with_ways_of_their_own(kind: type[Any]) -> None:
+    model = nn.Module()
+    model.config = config = kind(use_cache=True)
+    vars(config)["width"] = 3
+    width, number = config.width, hash(config) if kind is Hashed else None
+    with plain_configs(model):
+        assert config.width == width and (number is None or hash(config) == number)
+    assert type(config) is kind
+
+
+def test_a_config_of_two_models_is_itself_again_after_both() -> None:
+    """Whichever thread ends first."""
+    model = gpt2()
+    kind = type(model.config)
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(plain_configs(model))
+        second.enter_context(plain_configs(ReadsItsConfig(model.config)))
+        first.close()
+        assert type(model.config).__getattribute__ is object.__getattribute__, "the other one is being traced"
+        second.close()
+        assert type(model.config) is kind
 
 
 class ReadsItsConfig(nn.Module):
