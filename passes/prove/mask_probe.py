@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import LINEARS, as_traced, shape_at, value_of
-from paged_attn.passes.fx.mask_literals import HIDES
+from paged_attn.passes.fx.graph_tools import LINEARS, as_traced, shape_at, sizes_of, token_dims, value_of
+from paged_attn.passes.fx.mask_literals import HIDES, LARGEST_SHOWN
 from paged_attn.passes.fx.slicing import evaluate
 from paged_attn.passes.prove.bias_family import FloatArray
 from paged_attn.passes.prove.mask_family import BoolMatrix, draw
@@ -64,6 +64,8 @@ class MaskProbe(SubgraphProbe):
         self.stored_length = min(max((size for v in owned for size in v.shape), default=0), 4096)  # longest possible table
         tables = [v.shape[-1] for v in owned if v.dim() >= 2 and v.shape[-1] == v.shape[-2] > 1]
         self.table_length = min(max(tables, default=0), 4096)
+        made = {size for n in self._about_positions if n not in self.owned for size in self._fixed_sizes(n) if size > LARGEST_SHOWN}
+        self.made_length = min(max(made), 4096) if len(made) > 1 else 0  # of tables that each call makes: of parts, which may differ
         if 0 < self.table_length < SMALLEST_TABLE:
             what = f"{where}: its mask is read from a table of {self.table_length} positions; a proof needs {SMALLEST_TABLE}"
             raise ShortTable(what, self.table_length)
@@ -94,6 +96,10 @@ class MaskProbe(SubgraphProbe):
             given[self.products] = zeros[tuple(slice(0, 1) for _ in zeros.shape[:-2])] if self.one_head else zeros
         mask = self.evaluate(lengths, scale, seed, given)
         return as_seen(mask if self.products is None else mask[..., self.first_column : self.first_column + total], total, self.where)
+
+    def _fixed_sizes(self, node: fx.Node) -> tuple[int, ...]:
+        """The shape of a tensor that is as large in every call."""
+        return () if token_dims(node, self.form.num_tokens) else tuple(size for size in sizes_of(node) if type(size) is int)
 
     def evaluate_as_called(self) -> Tensor:
         """The mask of the traced call itself, on its own inputs."""

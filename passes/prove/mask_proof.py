@@ -67,7 +67,7 @@ def prove(probe: MaskProbe, max_positions: int | None = None) -> MaskProof:
 def _end_of_made_table(probe: MaskProbe) -> int:
     """How long a table is that each call makes and cuts to its tokens (`torch.ones(2048, 2048).tril()[:T, :T]`); 0 if none is."""
     sizes = {int(each) for node in probe.nodes if is_size(node) for each in node.args if type(each) is int and each > LARGEST_SHOWN}
-    for size in sorted(sizes):
+    for size in sorted(size for size in sizes if size**2 * probe.num_heads <= MOST_BIAS_ELEMENTS):
         try:
             probe.run((size,), None, seed=0)
         except ProbeFailed:
@@ -164,10 +164,10 @@ def _direct_length(probe: MaskProbe, family: MaskFamily, max_positions: int | No
     """`heads`: number of heads between which mask or bias differ."""
     longest = min(DIRECT_LIMIT, math.isqrt(MOST_DIRECT_ELEMENTS // probe.num_heads))
     length = max((limit + 97 for limit in family.limits if limit + 97 <= longest), default=0)
-    if probe.stored_length > DIRECT_LENGTH:  # numbers in a tensor may begin to matter anywhere in it
+    if (table := max(probe.stored_length, probe.made_length)) > DIRECT_LENGTH:  # numbers in a tensor may begin to matter anywhere in it
         most = MOST_BIAS_ELEMENTS if heads == 1 else MOST_DIRECT_ELEMENTS
-        length = max(length, min(probe.stored_length, math.isqrt(most // heads)))
-    ends = [end for end in (probe.table_length, probe.stored_end, max_positions) if end]
+        length = max(length, min(table, math.isqrt(most // heads)))
+    ends = [end for end in (probe.table_length, probe.stored_end, probe.form.max_tokens, max_positions) if end]
     return min([max(length, DIRECT_LENGTH), *ends])
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 from paged_attn.passes.prove import attention
 from paged_attn.passes.prove.mask_probe import MaskProbe
 from paged_attn.passes.prove.mask_proof import MaskProof, prove
@@ -190,6 +191,34 @@ def test_a_bias_off_the_end_of_a_stored_table(tokens: int) -> None:
 
     result = assert_ragged_equals_alone(masked(bias))
     assert result.layers[0].spec.alibi_slopes is not None and result.max_positions == tokens
+
+
+def cut_from_parts(ids: Tensor, pos: Tensor) -> Tensor:
+    """All keys up to the thousandth. Only sizes say so, which are numbers of tables."""
+    seen = torch.cat([torch.ones(2048, 1000, dtype=torch.bool), torch.zeros(2048, 1048, dtype=torch.bool)], 1).tril()
+    return seen[: ids.shape[1], : ids.shape[1]]
+
+
+def test_a_table_that_is_made_of_parts_is_evaluated_over_its_length() -> None:
+    assert isinstance(rewrite_of(masked(cut_from_parts)).specs[0], RecomputeSpec)
+
+
+@pytest.mark.parametrize("end", [128, 2048])
+def test_a_table_that_each_call_makes_and_cuts(end: int) -> None:
+    result = rewrite_of(masked(lambda ids, pos: torch.ones(end, end, dtype=torch.bool).tril()[: ids.shape[1], : ids.shape[1]]))
+    assert (result.specs[0].causal, result.max_positions) == (True, end)
+
+
+def test_sizes_of_more_tokens_than_a_probe_may_have_are_no_ends() -> None:
+    """A table that is looked up, and beside it a tensor too long for scores of as many tokens."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, pos: Tensor) -> Tensor:
+        seen = (torch.arange(500)[:, None] >= torch.arange(500))[pos[0][:, None], pos[0]]
+        scores = q @ k.repeat_interleave(2, 1).mT + torch.where(seen, 0.0, FINFO_MIN) + torch.zeros(150000, 1)[:1]
+        return scores.softmax(-1) @ v.repeat_interleave(2, 1)
+
+    with pytest.raises(UnsupportedError, match="its mask cannot be made for 609 tokens"):
+        rewrite_of(Toy(attend))
 
 
 def test_layers_that_share_a_mask_share_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
