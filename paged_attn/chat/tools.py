@@ -91,15 +91,16 @@ def allowed_tools(choice: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
     """
     if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
         return list(tools), choice
-    given = choice.get("allowed_tools", choice)
-    mode, listed = (given.get("mode"), given.get("tools")) if isinstance(given, Mapping) else (None, None)
+    fields = choice.get("allowed_tools", choice)
+    mode, listed = (fields.get("mode"), fields.get("tools")) if isinstance(fields, Mapping) else (None, None)
     if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
         allowed = '{"mode": "auto" or "required", "tools": [{"type": "function", "function": {"name": ...}}, ...]}'
-        raise ChatError(f"tool_choice.allowed_tools: got {shown(given)}; allowed: {allowed}", "tool_choice")
+        raise ChatError(f"tool_choice.allowed_tools: got {shown(fields)}; allowed: {allowed}", "tool_choice")
     names = [_name_of(each) for each in listed]
     known = [tool.name for tool in tools]
-    if (unknown := next((name for name in names if name not in known), None)) is not None:
-        raise ChatError(f"tool_choice: no tool is called {shown(unknown)}; tools given: {', '.join(known[:10]) or 'none'}", "tool_choice")
+    if unknown := [name for name in names if name not in known]:
+        given = ", ".join(known[:10]) or "none"
+        raise ChatError(f"tool_choice: no tool is called {shown(unknown[0])}; tools given: {given}", "tool_choice")
     return [tool for tool in tools if tool.name in names], mode
 
 

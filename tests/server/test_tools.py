@@ -225,6 +225,8 @@ def test_each_of_several_answers_has_its_own_calls(tooled: Running) -> None:
          'allowed: {"mode": "auto" or "required"'),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]}},
          "tool_choice", "no tool is called 'x'; tools given: weather, now"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}}, "tool_choice",
+         "no tool is called None; tools given: weather, now"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"}, "tools",
          "cannot be enforced"),
         ({"functions": [1]}, "functions", "give tools"),
