@@ -19,7 +19,7 @@ from tests.tiny_models import build
 def test_weights_that_are_no_numbers(number: str) -> None:
     model = build("llama", tie_word_embeddings=False)
     model.lm_head.weight.data[3] = float(number)
-    with pytest.raises(UnsupportedError, match=r"itself gives logits that are infinite or no numbers for .* look at its weights"):
+    with pytest.raises(UnsupportedError, match=r"itself gives logits that are infinite or NaN for .* look at its weights"):
         LLM(model, num_pages=20)
 
 
