@@ -203,7 +203,7 @@ def test_a_row_that_a_hook_changes_is_seen_among_rows_that_choose_otherwise(fami
     assert hook_a_row(model)
     checked = Traced(model)
     play_pieces(monkeypatch, rounding_at_random(0))
-    assert "every row must depend on its own token" in refused(checked)
+    assert "every row must depend only on its own token" in refused(checked)
 
 
 def test_only_another_choice_is_worth_another_run(monkeypatch: pytest.MonkeyPatch) -> None:

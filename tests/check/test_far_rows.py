@@ -43,7 +43,7 @@ def summarised(_: Any, x: Tensor) -> Tensor:
     return x + 4 * F.pad(blocks, (0, 0, 1, 0))[:, :-1].cumsum(1).repeat_interleave(FAR, 1)[:, :length]
 
 
-BESIDE_OTHERS = r"beside the tokens of other requests than alone.*among \d+ tokens of other requests"
+BESIDE_OTHERS = r"if the batch has other requests.*among \d+ tokens of other requests"
 MIXING: dict[str, tuple[Place, str]] = {
     "a shift": (shifted, "the model's forward: pad mixes tokens"),
     "a dilated convolution": (convolved, "the model's forward: pad mixes tokens"),

@@ -44,7 +44,7 @@ def test_what_would_take_too_long_is_said_in_the_log(monkeypatch: pytest.MonkeyP
     checked = Traced(build_short("mistral", sliding_window=40))
     monkeypatch.setattr(windows, "MOST_CPU_OPERATIONS", 1e3)
     assert refused(checked) == ""
-    assert "where the window of model.layers.0.self_attn ends was proved on its mask alone: 49 tokens take" in caplog.text
+    assert "where the window of model.layers.0.self_attn ends was proved on its mask only: 49 tokens take" in caplog.text
 
 
 def test_a_window_that_no_request_reaches_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
