@@ -25,7 +25,7 @@ def plain_configs(model: nn.Module) -> Iterator[None]:
     loops over all layers once per layer: nearly half of the time that Bamba's 32 layers took to trace. Left alone are configs that look
     names up in a way of their own, or let no other class be made of theirs.
     """
-    configs = [config for config in attention_configs(model) if _translates_alone(config)]
+    configs = [config for config in attention_configs(model) if _only_translates(config)]
     entered = []
     try:
         for config in configs:
@@ -37,7 +37,7 @@ def plain_configs(model: nn.Module) -> Iterator[None]:
             _leave(config)
 
 
-def _translates_alone(config: Any) -> bool:
+def _only_translates(config: Any) -> bool:
     from transformers import PretrainedConfig
 
     kinds: tuple[Any, ...] = PretrainedConfig, object
