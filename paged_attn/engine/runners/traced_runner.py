@@ -42,7 +42,7 @@ from paged_attn.engine.model.rows_of_logits import rows_of_logits
 from paged_attn.engine.runners.merged_weights import bind_merged
 from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_around
 from paged_attn.engine.tracing.ropes_by_length import RopesByLength, dynamic_switches
-from paged_attn.engine.tracing.trace_failure import NotTraced, with_advice
+from paged_attn.engine.tracing.trace_failure import CountsTokens, NotTraced, with_advice
 from paged_attn.engine.tracing.trace_model import TRACE_TOKENS, only_device, trace_inputs, trace_model
 from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.parallel.local_model import served_locally
@@ -87,7 +87,7 @@ class TracedRunner:
     ) -> None:
         self.model, self.follow_generate = model, follow_generate
         self.recurrent: tuple[RecurrentLayer, ...] = ()
-        self.state_in_attributes = False
+        self.state_in_attributes = self.loops_on_all_tokens = False
         with ExitStack() as undo:
             self.ranks = undo.enter_context(served_locally(model))
             self.device = only_device(model)
@@ -137,8 +137,12 @@ class TracedRunner:
             with as_served(self.model):
                 where = state_outside_layers(self.model, lambda length: trace_inputs(self.model, length, True))
             if where.startswith("the attribute") and not self.state_in_attributes:
-                self.state_in_attributes = True
+                self.state_in_attributes = self.loops_on_all_tokens = True
                 self._capture_as_it_counts(options)
+                return
+            if isinstance(refusal, CountsTokens) and not self.loops_on_all_tokens:
+                self.loops_on_all_tokens = True  # nothing is known to keep what the loops carry from token to token
+                self._capture_with_state(options)
                 return
             if where and not self.recurrent and not isinstance(refusal, (NotDriven, Undefined)):
                 raise UnsupportedError(
@@ -185,7 +189,7 @@ class TracedRunner:
         if options.runs_with is not None:
             options = replace(options, runs_with=replace(options.runs_with, recurrent=self.recurrent))
         with replaced_by_ops(self.recurrent), self.ropes.by_request():
-            self.compiled, args = trace_model(self.model, options, positions, on_all)
+            self.compiled, args = trace_model(self.model, options, positions, on_all, self.loops_on_all_tokens)
         self._use(args)
         if kept is not None:
             if stale is not None:  # the cached graph was refused, not the model

@@ -62,7 +62,7 @@ class _Captured(Exception):
 
 @part("trace")
 def trace_model(
-    model: nn.Module, options: CompileOptions, positions: bool = True, on_all: Mapping[str, AllTokensCall] = NONE
+    model: nn.Module, options: CompileOptions, positions: bool = True, on_all: Mapping[str, AllTokensCall] = NONE, loops: bool = True
 ) -> tuple[CompiledGraph, list[Any]]:
     """Trace with T and the number of logits rows symbolic; returns the graph and the flat inputs of the traced call.
 
@@ -72,39 +72,40 @@ def trace_model(
     Args:
         positions: give position_ids where forward takes them; without, the model counts its own, which become the batch's.
         on_all: modules that run on all tokens of a request.
+        loops: modules that loop over tokens do so, too; else CountsTokens is raised.
 
     Raises:
         UnsupportedError: no single graph, an attention that cannot be proved, or a forward that needs more than tokens and positions.
     """
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
     try:
-        return _capture_with_opaque_modules(model, options, positions, on_all)
+        return _capture_with_opaque_modules(model, options, positions, on_all, loops)
     except UnsupportedError as refusal:
         if implementation == "sdpa" or not hasattr(model, "set_attn_implementation"):
             raise
         try:
             with attention_implementation(model, "sdpa"):
                 logger.info("tracing with attn_implementation='sdpa' instead of %r", implementation)
-                return _capture_with_opaque_modules(model, options, positions, on_all)
+                return _capture_with_opaque_modules(model, options, positions, on_all, loops)
         except (UnsupportedError, ValueError, ImportError):
             raise refusal from None
 
 
 def _capture_with_opaque_modules(
-    model: nn.Module, options: CompileOptions, positions: bool, on_all: Mapping[str, AllTokensCall]
+    model: nn.Module, options: CompileOptions, positions: bool, on_all: Mapping[str, AllTokensCall], loops: bool
 ) -> tuple[CompiledGraph, list[Any]]:
     """Modules whose forward branches on its data are called as one op each; custom ops that torch knows too little of run by themselves."""
     opaque: dict[type[nn.Module], str] = {}
     unknown: OpsWithoutFakes | None = None
-    loops, blocks = "experts" in options.passes, dict[str, str]()
+    find_experts, blocks = "experts" in options.passes, dict[str, str]()
 
     def inputs(length: int) -> dict[str, Any]:
         return trace_inputs(model, length, positions)
 
     while True:
         try:
-            experts = experts_as_ops(model, options.experts_backend) if loops else nullcontext()
-            looping = looping_experts_as_ops(model, inputs, options.experts_backend) if loops else nullcontext(dict[str, str]())
+            experts = experts_as_ops(model, options.experts_backend) if find_experts else nullcontext()
+            looping = looping_experts_as_ops(model, inputs, options.experts_backend) if find_experts else nullcontext(dict[str, str]())
             fakes = unknown.told() if unknown else nullcontext()
             with as_served(model), experts, looping as blocks, modules_as_ops(model, opaque, inputs), fakes, on_all_tokens(model, on_all):
                 return _capture_all_lengths(model, options, positions)
@@ -115,6 +116,8 @@ def _capture_with_opaque_modules(
                 mixes = refusal.kind
                 opaque.pop(mixes)
             elif isinstance(refusal, CountsTokens):
+                if not loops:
+                    raise
                 mixes = class_running(model, refusal.frames)  # a loop over tokens, whatever it does with them
             else:
                 mixes = type(modules[refusal.module]) if refusal.module in modules else None
@@ -132,7 +135,7 @@ def _capture_with_opaque_modules(
                 logger.warning(
                     "%s stay as they are: what they compute around their experts cannot be traced: %s", ", ".join(blocks), refusal
                 )
-                loops = False
+                find_experts = False
                 continue
             kind = untraceable_class(model, refusal.__cause__)
             if kind is None or kind in opaque:

@@ -280,7 +280,7 @@ def _roberta() -> PreTrainedModel:
     [
         (lambda: build("llama4_text"), "self-check failed"),
         (lambda: build("falcon"), "AttentionInterface"),
-        (Both, "they need one of its models, and Both is none"),
+        (Both, "they need one of its models, and Both is not one"),
         (lambda: build("llama").to("meta"), r"the model lies on \['meta'\]"),
         (_acausal, "attends in both directions"),
         (_roberta, "called without position_ids gives other logits"),
