@@ -10,6 +10,7 @@ import gc
 import io
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -36,6 +37,7 @@ from tests.soak.drive_server import ServerFaults
 MODEL = Path(__file__).parents[2] / "paged_attn" / "demo_model"
 KEYS = ("truth", "flood", "bombs", "fuzz")
 PATIENCE = 60.0
+MORE_OF_A_POOL = re.compile(r"_[1-9]\d*$")  # a pool starts its further threads when it first needs them
 SETTINGS = ServerSettings(
     "demo", port=0, api_keys=KEYS, max_queue=24, max_requests_per_key=40, queue_seconds=1.5, request_seconds=40.0, max_body_mib=16.0,
     max_bodies_mib=64.0, max_connections=96, header_seconds=1.5, body_seconds=5.0, write_seconds=5.0, drain_seconds=10.0,
@@ -102,14 +104,14 @@ class Victim:
             time.sleep(0.1)
         assert state.llm.guide_pool is not None and state.llm.texts is not None
         _settle()
-        kv = engine.kv
+        kv, names = engine.kv, [thread.name for thread in threading.enumerate()]
         return {
             "calls": len(state.calls), "requests": len(engine.requests), "owners": len(state.llm.thread._owners),
             "waiting jobs": len(state.llm.thread._waiting), "pending": state.llm.thread._queue.num_unseen,
             "pages held": kv.held_pages, "locks": 0 if kv.tree is None else kv.tree.locked_pages,
             "clients of pools": len(state.llm.texts._pool._waiting) + len(state.llm.guide_pool._waiting),
             "connections": len(self.server.server_state.connections), "status": str(state.llm.thread.status),
-            "threads": sorted(thread.name for thread in threading.enumerate()), "tasks": process.num_threads(),
+            "threads": sorted(name for name in names if not MORE_OF_A_POOL.search(name)), "tasks": process.num_threads(),
             "files": process.num_fds(), "children": len(process.children(recursive=True)), "rss": process.memory_info().rss,
             "rss of children": sum(child.memory_info().rss for child in process.children(recursive=True)),
             "failed steps": self.faults.injected, **{f"failed {what}": count for what, count in self.injected.items()},
