@@ -99,8 +99,7 @@ def allowed_tools(choice: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
     names = [_name_of(each) for each in listed]
     known = [tool.name for tool in tools]
     if unknown := [name for name in names if name not in known]:
-        given = ", ".join(known[:10]) or "none"
-        raise ChatError(f"tool_choice: no tool is called {shown(unknown[0])}; tools given: {given}", "tool_choice")
+        raise _no_tool(unknown[0], tools)
     return [tool for tool in tools if tool.name in names], mode
 
 
@@ -127,6 +126,10 @@ def checked_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
         allowed = ", ".join(CHOICES) + ', {"type": "function", "function": {"name": ...}}, {"type": "allowed_tools", ...}'
         raise ChatError(f"tool_choice: got {shown(choice)}; allowed: {allowed}", "tool_choice")
     if all(tool.name != name for tool in tools):
-        known = ", ".join(tool.name for tool in tools[:10]) or "none"
-        raise ChatError(f"tool_choice: no tool is called {shown(name)}; tools given: {known}", "tool_choice")
+        raise _no_tool(name, tools)
     return ToolChoice("required", name)
+
+
+def _no_tool(name: Any, tools: Sequence[Tool]) -> ChatError:
+    known = ", ".join(tool.name for tool in tools[:10]) or "none"
+    return ChatError(f"tool_choice: no tool is called {shown(name)}; tools given: {known}", "tool_choice")

@@ -22,6 +22,7 @@ from paged_attn.passes.prove.score_subgraph import zeros_for
 from paged_attn.passes.prove.subgraph_probe import ProbeFailed, SubgraphProbe
 
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, F.conv1d, F.conv2d)
+LONGEST_TABLE = 4096  # positions of a table that are looked at
 SMALLEST_TABLE = 32  # positions needed to tell windows and chunks of the scaled sizes apart
 
 
@@ -61,11 +62,13 @@ class MaskProbe(SubgraphProbe):
         self.first_column = 0  # first key column of the softmax: 1 after a sink
         # A mask that is read from a stored table (or multiplies weights) is only known over that table's length.
         owned = [v for node, v in self.owned.items() if not _is_weight(node)]
-        self.stored_length = min(max((size for v in owned for size in v.shape), default=0), 4096)  # longest possible table
+        self.stored_length = min(max((size for v in owned for size in v.shape), default=0), LONGEST_TABLE)  # of any dim
         tables = [v.shape[-1] for v in owned if v.dim() >= 2 and v.shape[-1] == v.shape[-2] > 1]
-        self.table_length = min(max(tables, default=0), 4096)
+        self.table_length = min(max(tables, default=0), LONGEST_TABLE)
         made = {size for n in self._about_positions if n not in self.owned for size in self._fixed_sizes(n) if size > LARGEST_SHOWN}
-        self.made_length = min(max(made), 4096) if len(made) > 1 else 0  # of tables that each call makes: of parts, which may differ
+        made_length = min(max(made), LONGEST_TABLE) if len(made) > 1 else 0  # of tables that each call makes of parts, which may differ
+        # Numbers in a table may begin to matter anywhere in it, so that what is decided on a few lengths is also decided on this one.
+        self.longest_table = max(self.stored_length, made_length)
         if 0 < self.table_length < SMALLEST_TABLE:
             what = f"{where}: its mask is read from a table of {self.table_length} positions; a proof needs {SMALLEST_TABLE}"
             raise ShortTable(what, self.table_length)

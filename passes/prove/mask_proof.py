@@ -164,9 +164,9 @@ def _direct_length(probe: MaskProbe, family: MaskFamily, max_positions: int | No
     """`heads`: number of heads between which mask or bias differ."""
     longest = min(DIRECT_LIMIT, math.isqrt(MOST_DIRECT_ELEMENTS // probe.num_heads))
     length = max((limit + 97 for limit in family.limits if limit + 97 <= longest), default=0)
-    if (table := max(probe.stored_length, probe.made_length)) > DIRECT_LENGTH:  # numbers in a tensor may begin to matter anywhere in it
+    if probe.longest_table > DIRECT_LENGTH:
         most = MOST_BIAS_ELEMENTS if heads == 1 else MOST_DIRECT_ELEMENTS
-        length = max(length, min(table, math.isqrt(most // heads)))
+        length = max(length, min(probe.longest_table, math.isqrt(most // heads)))
     ends = [end for end in (probe.table_length, probe.stored_end, probe.form.max_tokens, max_positions) if end]
     return min([max(length, DIRECT_LENGTH), *ends])
 

@@ -32,7 +32,7 @@ def hides_later_tokens(probe: MaskProbe) -> bool:
     """
     if any(probe.form.roles.get(node) == "input_ids" and node not in probe.shapes for node in probe.nodes):
         return False
-    wanted = {*LENGTHS, max(LENGTHS[-1], probe.stored_length)}  # numbers in a tensor may begin to matter anywhere in it
+    wanted = {*LENGTHS, max(LENGTHS[-1], probe.longest_table)}
     lengths = sorted({min(length, probe.table_length or length, probe.form.max_tokens or length) for length in wanted})
     try:
         if len(_rows_of(probe, lengths[0], None)) * lengths[-1] ** 2 > MOST_BIAS_ELEMENTS:

@@ -203,6 +203,17 @@ def test_a_table_that_is_made_of_parts_is_evaluated_over_its_length() -> None:
     assert isinstance(rewrite_of(masked(cut_from_parts)).specs[0], RecomputeSpec)
 
 
+def test_a_table_of_parts_that_shows_later_tokens_far_on_is_refused() -> None:
+    """Causal up to the thousandth key; of those behind it only the ones ahead are seen."""
+
+    def mask(ids: Tensor, pos: Tensor) -> Tensor:
+        far = torch.cat([torch.zeros(2048, 1000, dtype=torch.bool), torch.ones(2048, 1048, dtype=torch.bool)], 1).triu(1)
+        return cut_from_parts(ids, pos) | far[: ids.shape[1], : ids.shape[1]]
+
+    with pytest.raises(UnsupportedError):
+        rewrite_of(masked(mask))
+
+
 @pytest.mark.parametrize("end", [128, 2048])
 def test_a_table_that_each_call_makes_and_cuts(end: int) -> None:
     result = rewrite_of(masked(lambda ids, pos: torch.ones(end, end, dtype=torch.bool).tril()[: ids.shape[1], : ids.shape[1]]))
