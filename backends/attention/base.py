@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
-from paged_attn.attn_ops.context import Backend, ForwardContext
+from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.latent import LatentCall
@@ -65,13 +66,9 @@ class AttentionBackend(ABC):
             )
         self.deterministic = deterministic
 
-    def compiles_steps_ahead(self, mode: ForwardMode) -> bool:
-        """`compiles_ahead` of the backend that runs steps of this mode."""
-        return self.compiles_ahead
-
-    def while_compiling_ahead(self) -> Backend:
-        """The backend that runs such steps on fake tensors: this one, or one without the kernels that do not accept fake tensors."""
-        return self
+    def while_compiling_ahead(self) -> AttentionBackend:
+        """The backend that runs steps on fake tensors: this one, or one without the kernels that do not accept fake tensors."""
+        return self if self.compiles_ahead else OnlyStores(kv=isinstance(self, StoringBackend))
 
     @abstractmethod
     def plan(self, batch: Batch, pool: KVPool) -> Any:
@@ -164,6 +161,30 @@ class StoringBackend(AttentionBackend):
 
     def forward_decode(self, plan: Any, call: AttentionCall) -> None:
         self.forward_extend(plan, call)
+
+
+class OnlyStores(StoringBackend):
+    """Attends to nothing: for steps on fake tensors, in place of a backend whose kernels do not accept them.
+
+    Args:
+        kv: it stores K and V with the kernel of `StoringBackend`; all backends store latents with ours.
+    """
+
+    name, capabilities = "stores only", Capabilities(devices=frozenset(), dtypes=frozenset(), kv_dtypes=frozenset(), features=frozenset())
+    compiles_ahead = True
+
+    def __init__(self, *, kv: bool) -> None:
+        super().__init__()
+        self._kv = kv
+
+    def plan(self, batch: Batch, pool: KVPool) -> SimpleNamespace:
+        return SimpleNamespace(batch=batch, pool=pool)
+
+    def write_kv(self, plan: Any, call: AttentionCall) -> None:
+        if self._kv:
+            super().write_kv(plan, call)
+
+    def forward_extend(self, plan: Any, call: AttentionCall) -> None: ...
 
 
 def zero_padding(batch: Batch, output: Tensor, lse_out: Tensor | None) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
-from paged_attn.attn_ops.context import NoAttention
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
@@ -42,13 +41,9 @@ class HybridBackend(AttentionBackend):
     def child_for(self, mode: ForwardMode) -> AttentionBackend:
         return self.decode if mode is ForwardMode.DECODE else self.prefill
 
-    def compiles_steps_ahead(self, mode: ForwardMode) -> bool:
-        return self.child_for(mode).compiles_ahead
-
     def while_compiling_ahead(self) -> HybridBackend:
-        """A step of latents has parts of both modes, so both backends are replaced if necessary."""
         left: Any = copy(self)
-        left.prefill, left.decode = (each if each.compiles_ahead else NoAttention() for each in (self.prefill, self.decode))
+        left.prefill, left.decode = (each.while_compiling_ahead() for each in (self.prefill, self.decode))
         return left  # type: ignore[no-any-return]
 
     def plan(self, batch: Batch, pool: KVPool) -> HybridPlan:

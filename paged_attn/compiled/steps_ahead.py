@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
-from paged_attn.attn_ops.context import ForwardContext, NoAttention
+from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
@@ -94,9 +94,8 @@ def compile_steps_ahead(
         specs = [layer.spec for layer in runs_with.recurrent]
         scans = [node for op in SCANS for node in _distinct(graph, op, specs)] if ours else []
         for batch in batches:
-            attends = backend.compiles_steps_ahead(batch.mode)
-            with ForwardContext(on_fakes(batch, device), pool, backend.while_compiling_ahead() if attends else NoAttention(), states):
-                for node in [*(attentions if attends else ()), *scans]:
+            with ForwardContext(on_fakes(batch, device), pool, backend.while_compiling_ahead(), states):
+                for node in [*attentions, *scans]:
                     _run(node, batch.num_rows)
 
 

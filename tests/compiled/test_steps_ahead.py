@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, Unsuppor
 
 pytest.importorskip("triton")
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.attention import base
+from paged_attn.backends.attention.base import AttentionBackend, StoringBackend
 from paged_attn.backends.attention.hybrid import hybrid_of
 from paged_attn.backends.attention.latent.expanded import FreshPrompts
 from paged_attn.backends.attention.reference import ReferenceBackend
@@ -120,6 +121,22 @@ class NoFakes(ReferenceBackend):
 def test_the_other_one_meets_no_fake_tensors(model_type: str, more: dict[str, int], pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of latents that begins a prompt has decodes in a part of their own."""
     assert asked(build(model_type, **more), monkeypatch, lambda: hybrid_of(*(each() for each in pair)))
+
+
+class OfAnotherPackage(NoFakes, StoringBackend):
+    """Its K and V are stored by our kernel."""
+
+    write_kv = StoringBackend.write_kv
+    forward = AttentionBackend.forward
+    forward_extend = forward_decode = plan = NoFakes.plan
+
+
+def test_what_is_stored_for_another_package_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, stored = (*STEPS, *lengths_of_steps(CPU)), list[int]()
+    decodes = sum(all(new == 1 and cached for cached, new in step) for step in steps)
+    monkeypatch.setattr(base, "store_kv", lambda pool, layer_id, *_: stored.append(layer_id))
+    asked(build("llama"), monkeypatch, lambda: hybrid_of(OfAnotherPackage(), TritonBackend()))
+    assert stored == [0] * (len(steps) - decodes)
 
 
 @pytest.mark.parametrize("error", [UnsupportedOperatorException("an op of another package"), DataDependentOutputException(None)])
