@@ -20,13 +20,21 @@ from paged_attn.bench.results.chart import draw
 from paged_attn.bench.results.compare import agreement, record
 from paged_attn.bench.results.tables import lines
 from paged_attn.bench.shapes import SHAPE_NAMES, shape_config
-from paged_attn.bench.systems.job import Task
-from paged_attn.bench.systems.model_source import read_config, write_shape
+from paged_attn.bench.systems.job import ModelSource, Task
+from paged_attn.bench.systems.model_source import load, read_config, write_shape
 from paged_attn.bench.systems.sampling import Sampling
 from paged_attn.bench.systems.systems import PEERS, SYSTEMS, peers
 from paged_attn.bench.workloads import GROUPS, SCALES, Workload, chosen
+from paged_attn.hashing.model_text import model_text
 
 EVEN = Workload("throughput", 2, 5, 5, 3)
+
+
+def test_a_second_start_knows_a_shape_again(tmp_path: Path) -> None:
+    """Its config is in another temporary folder each time, and what a model is made of is the key of its graph."""
+    shapes = [write_shape("tiny", "float32", tmp_path / name, layers=1) for name in ("one", "two")]
+    texts = [model_text(load(ModelSource(path, True, "float32", "cpu"))) for path in shapes]
+    assert texts[0] == texts[1]
 
 
 # Workloads

@@ -77,7 +77,9 @@ def load(source: ModelSource) -> Any:
     import torch
 
     if source.random_weights:
-        return random_model(read_config(source.path), source.dtype, source.device)
+        config = read_config(source.path)
+        config.name_or_path = ""  # a temporary folder, by which a second start would not know the model's graph again
+        return random_model(config, source.dtype, source.device)
     from paged_attn.engine.model.loading import load_model
 
     return load_model(source.path, None if source.dtype == "auto" else getattr(torch, source.dtype), source.device)[0]
