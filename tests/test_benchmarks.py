@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.backends.problems import make, spec_of
+from tests.server.serving import MODEL, serving
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--smoke", "--dtype", "float32", "--head-dim", "16", "--q-heads", "4", "--kv-heads", "2", "--min-ms", "1"]
@@ -212,3 +213,16 @@ def test_experts_beside_other_backends(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_host_time_of_a_step_of_the_engine() -> None:
     assert len(script("host_time").measure(requests=2, prompt=20, steps=3, text=False)) == 3
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-stream"]])
+def test_serve_counts_what_a_server_answers(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "serve.json"
+    with serving() as running:
+        command = ["--url", running.url, "--ids", "5-40", "--load", "3x7:9+5", *flags]
+        assert script("serve").main(["--model", MODEL, "--out", str(out), *command]) == 0
+        assert script("serve").main(["--model", "another", *command]) == 1, "an answer that is an error counts as one"
+    (load,) = json.loads(out.read_text())["loads"]
+    assert load["tokens_per_second"] == pytest.approx(7 * 5 / load["seconds"]) and load["stream"] is not bool(flags) and not load["errors"]
+    assert (load["first_token"] is None) == bool(flags) and load["request"]["p50"] > 0
+    assert "3 clients, 9 + 5" in (told := capsys.readouterr().out) and "7 FAILED" in told and "no model" in told

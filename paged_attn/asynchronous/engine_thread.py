@@ -313,6 +313,8 @@ class EngineThread:
             self._started.pop(event.request_id, None)
             self._waiting.discard(job)
             self._observer.ended(_ended(job, job.requests[index], str(event.finish_reason), now))
+        elif job.text_at_end:
+            return None
         return job, (index, event)
 
     def _publish(self, engine: Engine, taken: Iterable[Job] = (), stepped: bool = False) -> None:

@@ -45,8 +45,8 @@ class Accepted:
     """The engine has taken all prompts."""
 
 
-# An error ends the job.
-Update = Accepted | Exception | tuple[int, TokenEvent]
+Event = tuple[int, TokenEvent]  # which of the job's requests
+Update = Accepted | Exception | Event  # an error ends the job
 
 
 @dataclass(eq=False)
@@ -58,7 +58,7 @@ class Job:
     Args:
         answers: the params of each answer to a prompt.
         namespace, tenant, priority: as `Engine.add_request` takes them.
-        text_at_end: the text is read when a request has ended, and not with each token.
+        text_at_end: only the last event of each request comes, and the text is read when it has ended.
         guide: what the answers follow, held so that the engine need not read it again.
         arrived: when the call came, by `time.perf_counter`.
         lora: the adapter that the prompts are for.
@@ -86,7 +86,8 @@ class Job:
     first_token_at: float | None = field(default=None, init=False)
     failure: Exception | None = field(default=None, init=False)
     loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
-    _updates: asyncio.Queue[Update] = field(default_factory=asyncio.Queue, init=False)
+    _updates: list[Update] = field(default_factory=list, init=False)
+    _waiting: asyncio.Future[None] | None = field(default=None, init=False)
 
     @property
     def size(self) -> int:
@@ -107,7 +108,9 @@ class Job:
 
     def receive(self, update: Update) -> None:
         """Called on the event loop."""
-        self._updates.put_nowait(update)
+        self._updates.append(update)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     async def accepted(self) -> None:
         """Wait until the engine has looked at all prompts.
@@ -116,33 +119,57 @@ class Job:
             ValueError, TypeError: it refused one; then none of them runs.
             ServingError: it is not running any more, or others were more urgent.
         """
-        update = await self._update()
+        await self._any()
+        update = self._updates.pop(0)
+        if isinstance(update, Exception):
+            raise self._failed(update)
         assert isinstance(update, Accepted), update
 
-    async def events(self) -> AsyncIterator[tuple[int, TokenEvent]]:
-        """(number of the request, event) until all have finished.
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """All events that have come since the last batch, until all requests have finished. A reader that falls behind gets more at once.
 
         Raises:
-            ServingError: a request failed; the others of the job are then to be cancelled.
+            ServingError: a request failed, after the events before that; the others of the job are then to be cancelled.
         """
         left = self.size
         while left:
-            update = await self._update()
-            assert isinstance(update, tuple), update
-            index, event = update
-            if event.finish_reason == "error":
-                error = self.requests[index].error
-                # What the client asked for may be at fault, though it shows only now.
-                code = "guide_failed" if isinstance(error, GuideError) else "bad_logits"
-                raise self._failed(RequestFailedError(str(error), code)) from error
-            left -= event.finish_reason is not None
-            yield index, event
+            await self._any()
+            updates, self._updates = self._updates, []
+            events, error = list[Event](), None
+            for update in updates:
+                if isinstance(update, tuple) and update[1].finish_reason != "error":
+                    left -= update[1].finish_reason is not None
+                    events.append(update)
+                else:
+                    error = self._error_of(update)
+                    break
+            if events:
+                yield events
+            if error is not None:
+                raise self._failed(error) from error.__cause__
 
-    async def _update(self) -> Accepted | tuple[int, TokenEvent]:
-        update = await self._updates.get()
+    async def events(self) -> AsyncIterator[Event]:
+        """(number of the request, event) until all have finished; raises as `batches` does."""
+        async for batch in self.batches():
+            for each in batch:
+                yield each
+
+    def _error_of(self, update: Update) -> Exception:
+        """What ends the job, as an update says."""
         if isinstance(update, Exception):
-            raise self._failed(update)
-        return update
+            return update
+        assert isinstance(update, tuple), update
+        error = self.requests[update[0]].error
+        # What the client asked for may be at fault, though it shows only now.
+        failed = RequestFailedError(str(error), "guide_failed" if isinstance(error, GuideError) else "bad_logits")
+        failed.__cause__ = error
+        return failed
+
+    async def _any(self) -> None:
+        """Wait until an update is there."""
+        while not self._updates:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
 
     def _failed(self, error: Exception) -> Exception:
         self.failure = error
@@ -150,6 +177,6 @@ class Job:
 
     async def finished(self) -> list[Request]:
         """The requests when all have ended; raises as `events` does."""
-        async for _ in self.events():
+        async for _ in self.batches():
             pass
         return self.requests

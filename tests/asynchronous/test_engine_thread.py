@@ -91,7 +91,7 @@ def test_who_left_in_the_same_turn_leaves_room_for_who_came() -> None:
         assert not [update for update in told if isinstance(update, QueueFullError)] and thread.snapshot.waiting == 4
 
     def iter_updates(job: Job) -> list[Any]:
-        return [job._updates.get_nowait() for _ in range(job._updates.qsize())]
+        return list(job._updates)
 
     try:
         asyncio.run(asyncio.wait_for(work(), 30))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import ssl
@@ -13,10 +14,15 @@ from contextlib import ExitStack, closing
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
+from uvicorn import Config
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.server import ServerState as UvicornState
 
+from paged_attn.server.http.http_protocol import LimitedProtocol
 from paged_attn.server.run import FILES_BESIDE, Server, allow_files, listen, url_of
 from paged_attn.server.settings import ServerSettings
 from tests.engine.models import make_engine
@@ -130,6 +136,49 @@ def test_a_slow_but_steady_client_is_served(strict: Running) -> None:
             raw.sendall(body[start : start + 10])
             time.sleep(0.05)
         assert raw.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_a_stream_is_whole_in_either_version_of_http(strict: Running, version: bytes) -> None:
+    """Of HTTP/1.1 in chunks, of HTTP/1.0 as it is, to the end of the connection."""
+    body = json.dumps({**BODY, "stream": True, "ignore_eos": True}).encode()
+    with closing(connect(strict)) as raw:
+        head = HEAD.replace(b"HTTP/1.1", b"HTTP/" + version) + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        raw.sendall(head + body)
+        headers, _, answer = read_all(raw).partition(b"\r\n\r\n")
+    assert (b"transfer-encoding: chunked" in headers.lower()) == (version == b"1.1")
+    if version == b"1.1":
+        chunks, rest = list[bytes](), answer
+        while rest:
+            size, _, rest = rest.partition(b"\r\n")
+            chunks.append(rest[: int(size, 16)])
+            assert rest[int(size, 16) :].startswith(b"\r\n")
+            rest = rest[int(size, 16) + 2 :]
+        assert chunks[-1] == b"" and all(chunk.endswith(b"\n\n") for chunk in chunks[:-1])
+        answer = b"".join(chunks)
+    lines = answer.decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""] and len(lines) == 2 + 4
+    assert json.loads(lines[3].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_stream_waits_for_a_client_that_takes_nothing() -> None:
+    async def work() -> None:
+        transport = Mock()
+        transport.is_closing.return_value = False
+        protocol = LimitedProtocol.of(ServerSettings("m"), Mock())(Config(Mock(), lifespan="off"), UvicornState(), {}, None)
+        protocol.transport, protocol.flow = transport, FlowControl(transport)
+        protocol.pause_writing()
+        sending = asyncio.ensure_future(protocol.send_chunk(b"data: x\n\n"))
+        await asyncio.sleep(0.01)
+        assert not sending.done() and not transport.write.called
+        protocol.resume_writing()
+        await asyncio.wait_for(sending, 5)
+        transport.write.assert_called_once_with(b"9\r\ndata: x\n\n\r\n")
+        transport.is_closing.return_value = True
+        await protocol.send_chunk(b"more")
+        assert transport.write.call_count == 1, "who has left is told nothing"
+
+    asyncio.run(work())
 
 
 def test_requests_that_follow_each_other_at_once_are_answered_in_order(strict: Running) -> None:

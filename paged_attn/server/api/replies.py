@@ -39,14 +39,15 @@ class Reply:
         self.job, self.body, self.texts = job, body, texts
         self._begun = set[int]()  # choices of a stream whose prompt's ids were sent
         self.head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._opening = f"data: {json.dumps({**self.head, 'object': self.chunk_kind})[:-1]}, "  # of all chunks
 
     async def whole(self) -> dict[str, Any]:
         """Raises ServingError if a request failed."""
         choices = [self.choice(i, request.completion()) for i, request in enumerate(await self.job.finished())]
         return {**self.head, "object": self.kind, "choices": choices, "usage": self.job.usage()}
 
-    async def lines(self) -> AsyncIterator[str]:
-        """The server-sent events; an error after the beginning is the last but one."""
+    async def lines(self) -> AsyncIterator[list[str]]:
+        """The server-sent events, in groups of what there is to tell at once; an error after the beginning is the last but one."""
         ends_with_usage, new = self.body.includes_usage, 0
 
         def line(choice: dict[str, Any]) -> str:
@@ -54,17 +55,17 @@ class Reply:
             return self._line([choice], {"usage": usage} if ends_with_usage else {})
 
         try:
-            for choice in self.openings():
-                yield line(choice)
-            async for index, event in self.job.events():
-                new += event.token_id is not None
-                for choice in self.parts(index, event):
-                    yield line(choice)
-            if ends_with_usage:
-                yield self._line([], {"usage": self.job.usage()})
+            yield [line(choice) for choice in self.openings()]
+            async for batch in self.job.batches():
+                told = list[str]()
+                for index, event in batch:
+                    new += event.token_id is not None
+                    told += map(line, self.parts(index, event))
+                yield told
+            ending = [self._line([], {"usage": self.job.usage()})] if ends_with_usage else []
         except (ApiError, ServingError) as error:
-            yield f"data: {json.dumps(openai_payload(api_error(error)))}"
-        yield "data: [DONE]"
+            ending = [f"data: {json.dumps(openai_payload(api_error(error)))}"]
+        yield [*ending, "data: [DONE]"]
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         known = None if completion.logprobs is None else [known_of(s) for s in self.job.requests[index].logprobs]
@@ -133,7 +134,7 @@ class Reply:
 
     def _line(self, choices: list[dict[str, Any]], extra: dict[str, Any]) -> str:
         # ASCII: some clients end a line at U+2028 or U+0085.
-        return f"data: {json.dumps({**self.head, 'object': self.chunk_kind, 'choices': choices, **extra})}"
+        return f"{self._opening}{json.dumps({'choices': choices, **extra})[1:]}"
 
 
 class ChatReply(Reply):

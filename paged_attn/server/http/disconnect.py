@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -31,17 +31,29 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+class Connection(Protocol):
+    """In `scope["state"]["connection"]` if our own server runs the app (`LimitedProtocol`)."""
+
+    @property
+    def takes_chunks(self) -> bool: ...
+
+    async def send_chunk(self, data: bytes) -> None: ...
+
+
 class EventStream(Response):
     """Server-sent events. `close` is called at the end, whichever way it came.
 
     Starlette's own StreamingResponse sees, with newer ASGI versions, that a client has left only when it sends the next part; a request
     that waits in the queue sends none.
+
+    Args:
+        groups: events without the empty line after each, in groups that are sent together.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, lines: AsyncIterator[str], close: Callable[[], None]) -> None:
-        self.lines, self.close = lines, close
+    def __init__(self, groups: AsyncIterator[list[str]], close: Callable[[], None]) -> None:
+        self.groups, self.close = groups, close
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -49,12 +61,19 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(OSError):  # raised by `send` when the client is gone, in newer ASGI versions
-                await unless_gone(receive, self._send_all(send))
+                await unless_gone(receive, self._send_all(send, scope.get("state", {}).get("connection")))
         finally:
             self.close()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, connection: Connection | None) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for line in self.lines:
-            await send({"type": "http.response.body", "body": f"{line}\n\n".encode(), "more_body": True})
+        direct = connection is not None and connection.takes_chunks
+        async for events in self.groups:
+            if not events:
+                continue
+            data = "".join(f"{event}\n\n" for event in events).encode()
+            if connection is not None and direct:
+                await connection.send_chunk(data)
+            else:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -29,6 +29,23 @@ class LimitedProtocol(H11Protocol):
         super().__init__(*args, **keywords)
         self._timer: asyncio.TimerHandle | None = None  # until the headers are complete
         self._write_timer: asyncio.TimerHandle | None = None
+        self.app_state = {**self.app_state, "connection": self}  # uvicorn copies it into the `state` of each scope
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether an answer of unknown length is sent in chunks; a client of HTTP/1.0 gets it as it is, to the end of the connection."""
+        return self.conn.their_http_version == b"1.1"
+
+    async def send_chunk(self, data: bytes) -> None:
+        """Sends more of an answer that has begun and that goes out in chunks; waits while the client takes nothing.
+
+        A stream sends one chunk for each token. The layers of middleware, uvicorn and h11 would take three times as long for it as the
+        socket does, on the GIL that the engine's thread needs, too.
+        """
+        if self.flow.write_paused:
+            await self.flow.drain()
+        if not self.transport.is_closing():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -55,6 +72,7 @@ class LimitedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
         self.resume_writing()
+        self.app_state = {}
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:

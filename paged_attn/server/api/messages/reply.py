@@ -38,26 +38,22 @@ class MessagesReply:
         list(self._blocks.close())
         return {**self._head, "content": self._blocks.done, **self._end(request), "usage": self._usage()}
 
-    async def lines(self) -> AsyncIterator[str]:
-        """The server-sent events; an error after the beginning is the last."""
+    async def lines(self) -> AsyncIterator[list[str]]:
+        """The server-sent events, in groups of what there is to tell at once; an error after the beginning is the last."""
         try:
-            async for event in self._events():
-                yield _line(event)
+            async for events in self._events():
+                yield [_line(event) for event in events]
         except (ApiError, ServingError) as error:
-            yield _line(anthropic_payload(api_error(error)))
+            yield [_line(anthropic_payload(api_error(error)))]
 
-    async def _events(self) -> AsyncIterator[Event]:
+    async def _events(self) -> AsyncIterator[list[Event]]:
         start: Event = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage(0)}
-        yield {"type": "message_start", "message": start}
+        yield [{"type": "message_start", "message": start}]
         reader = self._form.reader()
-        async for _, event in self.job.events():
-            for part in read_event(reader, event):
-                for each in self._blocks.add(part):
-                    yield each
-        for each in self._blocks.close():
-            yield each
-        yield {"type": "message_delta", "delta": self._end(self.job.requests[0]), "usage": self._usage()}
-        yield {"type": "message_stop"}
+        async for batch in self.job.batches():
+            yield [told for _, event in batch for part in read_event(reader, event) for told in self._blocks.add(part)]
+        ended = {"type": "message_delta", "delta": self._end(self.job.requests[0]), "usage": self._usage()}
+        yield [*self._blocks.close(), ended, {"type": "message_stop"}]
 
     def _end(self, request: Request) -> dict[str, Any]:
         """Why the answer ended."""

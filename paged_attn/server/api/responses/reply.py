@@ -44,38 +44,39 @@ class ResponsesReply:
 
     async def whole(self) -> dict[str, Any]:
         """Raises ServingError if the request failed."""
-        async for event in self._events():
-            last = event
-        response: dict[str, Any] = last["response"]
+        async for events in self._events():
+            last = events
+        response: dict[str, Any] = last[-1]["response"]
         return response
 
-    async def lines(self) -> AsyncIterator[str]:
-        """The server-sent events, numbered; an error after the beginning is the last, response.failed."""
+    async def lines(self) -> AsyncIterator[list[str]]:
+        """The server-sent events, numbered, in groups of what there is to tell at once; an error after the beginning is the last,
+        response.failed."""
         numbers = itertools.count()
         try:
-            async for event in self._events():
-                yield _line(event, next(numbers))
+            async for events in self._events():
+                yield [_line(event, next(numbers)) for event in events]
         except (ApiError, ServingError) as error:
             told = api_error(error)
             failed = {"error": {"code": told.code or told.type, "message": told.message}, "output": self._items.done}
-            yield _line(self._response("failed", "failed", **failed), next(numbers))
+            yield [_line(self._response("failed", "failed", **failed), next(numbers))]
 
-    async def _events(self) -> AsyncIterator[Event]:
-        for name in ("created", "in_progress"):
-            yield self._response(name, "in_progress")
+    async def _events(self) -> AsyncIterator[list[Event]]:
+        yield [self._response(name, "in_progress") for name in ("created", "in_progress")]
         reader, items, reason = self._form.reader(), self._items, None
-        async for _, event in self.job.events():
-            self._num_tokens += event.token_id is not None
-            parts, reason = read_event(reader, event), event.finish_reason
-            for part in parts:
-                for each in items.add(part):
-                    yield each
-            if any(isinstance(part, Reasoning) for part in parts):
-                self._num_reasoning = self._num_tokens
+        async for batch in self.job.batches():
+            told = list[Event]()
+            for _, event in batch:
+                self._num_tokens += event.token_id is not None
+                parts, reason = read_event(reader, event), event.finish_reason
+                for part in parts:
+                    told += items.add(part)
+                if any(isinstance(part, Reasoning) for part in parts):
+                    self._num_reasoning = self._num_tokens
+            yield told
         status, details = ("incomplete", {"reason": "max_output_tokens"}) if reason == "length" else ("completed", None)
-        for each in items.finish(status):
-            yield each
-        yield self._response(status, status, incomplete_details=details, output=items.done, usage=self._usage())
+        ended = list(items.finish(status))
+        yield [*ended, self._response(status, status, incomplete_details=details, output=items.done, usage=self._usage())]
 
     def _response(self, event: str, status: str, **changed: Any) -> Event:
         return {"type": f"response.{event}", "response": {**self._head, "status": status, **changed}}
