@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.batch.batch import RequestColumns
-from paged_attn.attn_ops.batch.host_copy import copy_to_device
 from paged_attn.attn_ops.current_device import current_device, on_its_device
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.kv.layer_groups import group_layers
@@ -41,13 +40,12 @@ from paged_attn.engine.requests.token_events import TokenEvents
 from paged_attn.engine.runners.model_watch import STEPS_BETWEEN, ModelWatch, model_changed
 from paged_attn.engine.sampling.prompt_scores import PromptScores, score_rows
 from paged_attn.engine.sampling.sampler import Sampler
-from paged_attn.engine.sampling.sampler_output import SamplerOutput
 from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.scheduling.scheduler import Scheduler
 from paged_attn.engine.setting_names import tells_names
 from paged_attn.engine.steps.in_flight import InFlightStep
 from paged_attn.engine.steps.step_layout import NONE_IN_FLIGHT, StepLayout, build_step
-from paged_attn.engine.steps.step_runner import Step, StepOutput, StepRunner
+from paged_attn.engine.steps.step_runner import Step, StepRunner
 from paged_attn.engine.steps.thread_choice import ThreadChoice, num_threads, num_threads_to_start
 from paged_attn.interrupts import held_back, uninterrupted
 from paged_attn.passes.fx.model_facts import model_device
@@ -331,8 +329,7 @@ class Engine:
             request = self._wanting_no_token.pop(0)
             if request.finish_reason is None:
                 self.output_processor.end(request, FinishReason.LENGTH)
-        may_overlap = self.overlaps and not self.scheduler.wants_drain and not self.output_processor.num_host_bound
-        self._collect(1 if may_overlap else 0)
+        self._collect(1 if self.overlaps and not self.scheduler.wants_drain else 0)
         launched = self._launch()
         self._collect(1 if launched and self.overlaps else 0)
         held_back.check()
@@ -427,7 +424,7 @@ class Engine:
             step_runner = self.lora_step_runner
         step = step_runner.prepare(columns)
         try:
-            launched = self._run(step_runner, step, layout, len(columns.tokens)).begin()
+            self._run(step_runner, step, layout, len(columns.tokens))
         except BaseException:
             with self.kv.states.without_sharing_last(requests):
                 try:
@@ -436,14 +433,13 @@ class Engine:
                     self._reset_after_error([request for request in requests if request.finish_reason is None])
             self.last_scheduled = requests
             raise
-        self._in_flight.append(launched)
-        self.kv.states.keep(requests)
         self.stats.steps += 1
         self.stats.prompt_tokens += layout.num_of_prompts
         return True
 
-    def _run(self, step_runner: StepRunner, step: Step, layout: StepLayout, num_tokens: int) -> InFlightStep:
-        """Launch the model and the sampling of its logits."""
+    def _run(self, step_runner: StepRunner, step: Step, layout: StepLayout, num_tokens: int) -> None:
+        """Launch the model and the choice of tokens: if that needs the host, once the previous step's tokens are known, for which the host
+        waits while the device runs the model."""
         before_model = time.perf_counter()
         own_writes = self.watch.own_writes() if self.watch is not None and step.captured is None else nullcontext()
         with own_writes, self.threads.for_step(num_tokens) if self.threads is not None else nullcontext():
@@ -452,17 +448,22 @@ class Engine:
             self.stats.model_seconds += time.perf_counter() - before_model
             scores = PromptScores(output.logits, [tokens for _, tokens in layout.scored]) if layout.scored else None
             pooled = PooledRows(output.logits, [part for _, part in layout.pooled]) if layout.pooled else None
-            chosen = self._choose(output, layout) if layout.sampling else None
-        return InFlightStep(layout, chosen, next(self._step_numbers), scores, pooled)
-
-    def _choose(self, output: StepOutput, layout: StepLayout) -> SamplerOutput:
-        if layout.sample_rows is not None:
-            rows = copy_to_device(layout.sample_rows, output.logits.device)
-            output = StepOutput(output.logits.index_select(0, rows), None)
-        chosen = self.sampler.choose(output.logits, layout.states, output.greedy_tokens)
-        if chosen.tokens is not output.greedy_tokens:
-            self.step_runner.future_tokens.store(chosen.tokens)
-        return chosen
+            launched, future_tokens = InFlightStep(layout, next(self._step_numbers), scores, pooled), self.step_runner.future_tokens
+            needs_host = bool(self._in_flight) and any(state.params.needs_host for state in layout.states.values())
+            if not needs_host:
+                launched.choose(self.sampler, output, future_tokens)
+            launched.begin()
+            self._in_flight.append(launched)
+            self.kv.states.keep(layout.requests)
+            if needs_host:
+                self._collect(1)
+                self.last_scheduled = layout.requests
+                try:
+                    launched.choose(self.sampler, output, future_tokens)
+                except BaseException:
+                    self._in_flight.remove(launched)
+                    launched.rollback()
+                    raise
 
     def _collect(self, keep: int) -> None:
         """Process the results of the oldest steps until `keep` steps are in flight, and results that an exception left unprocessed."""

@@ -40,7 +40,6 @@ class OutputProcessor:
     Attributes:
         requests: those that have not finished, by id.
         pending: events not yet returned by `Engine.step`.
-        num_host_bound: how many unfinished requests need the host to choose a token.
     """
 
     kv: KVManager
@@ -49,11 +48,9 @@ class OutputProcessor:
     stats: EngineStats = field(default_factory=EngineStats)
     requests: dict[str, Request] = field(default_factory=dict)
     pending: TokenEvents = field(default_factory=TokenEvents)
-    num_host_bound: int = 0
 
     def add_request(self, request: Request) -> None:
         self.requests[request.id] = request
-        self.num_host_bound += request.params.needs_host
 
     def take_pending(self) -> TokenEvents:
         """Return the pending events and forget them."""
@@ -178,7 +175,6 @@ class OutputProcessor:
             reason = self._fail_to_decode(request, error)
         request.finish_reason = reason
         self.sampler.forget(request.sampling)
-        self.num_host_bound -= request.params.needs_host
         self.scheduler.remove(request, share=request.num_validated > 0 and reason is not FinishReason.ERROR)
         del self.requests[request.id]
         return TokenEvent(request.id, None, text, reason)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paged_attn.attn_ops.batch.host_copy import copy_to_device
 from paged_attn.engine.requests.pooled_rows import PooledPart, PooledRows
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.sampling.prompt_scores import PromptScores
+from paged_attn.engine.sampling.sampler import Sampler
 from paged_attn.engine.sampling.sampler_output import ChosenTokens, SampledToken, SamplerOutput
+from paged_attn.engine.steps.future_tokens import FutureTokens
 from paged_attn.engine.steps.step_layout import StepLayout
+
+if TYPE_CHECKING:
+    from paged_attn.engine.steps.step_runner import StepOutput
 
 StepResult = tuple[Request, int, int, SampledToken | None, bool]
 PooledResult = tuple[Request, PooledPart, Tensor]
@@ -23,21 +30,19 @@ class InFlightStep:
     """A launched step. `begin` advances its requests as if it had finished, `rollback` undoes that.
 
     Args:
-        chosen: a row for each request that samples, in order; None if none does.
         number: unique and positive.
         scores, pooled: for `layout.scored` and `layout.pooled`; None if those are empty.
+
+    Attributes:
+        chosen: a row for each request that samples, in order, once `choose` was called; None if none does.
     """
 
     def __init__(
-        self,
-        layout: StepLayout,
-        chosen: SamplerOutput | None,
-        number: int,
-        scores: PromptScores | None = None,
-        pooled: PooledRows | None = None,
-    ) -> None:
+        self, layout: StepLayout, number: int, scores: PromptScores | None = None, pooled: PooledRows | None = None
+    ) -> None:  # fmt: skip
         self.number = number
-        self.chosen, self.prompt_scores, self.pooled_rows = chosen, scores, pooled
+        self.chosen: SamplerOutput | None = None
+        self.prompt_scores, self.pooled_rows = scores, pooled
         self.layout = layout
         self.requests = layout.requests
         self._results: Iterator[StepResult] | None = None
@@ -45,7 +50,7 @@ class InFlightStep:
         self._pooled: Iterator[PooledResult] = iter(())
         self._goes_on: NDArray[np.bool_] = np.zeros(0, np.bool_)
 
-    def begin(self) -> InFlightStep:
+    def begin(self) -> None:
         """Advance all requests at once as if the step had finished. Their rows must still be where the layout says."""
         layout, number = self.layout, self.number
         rows, sampling = layout.rows, layout.indices[layout.samples]
@@ -54,11 +59,25 @@ class InFlightStep:
         rows.num_tokens[sampling] = num_tokens
         rows.future_row[sampling] = np.arange(len(sampling))
         rows.produced_by[sampling] = number
-        for state in layout.states.values():
-            state.num_chosen += 1
         is_inner = (num_tokens > rows.num_prompt[sampling] + 1) & (num_tokens < rows.token_limit[sampling])
         self._goes_on = is_inner & (rows.skips_host_work[sampling] > 0)
-        return self
+
+    def choose(self, sampler: Sampler, output: StepOutput, future_tokens: FutureTokens) -> None:
+        """Launch the choice of its tokens, and store them for the next step. Requests that have ended since the step began do not count:
+        their tokens are discarded."""
+        layout = self.layout
+        if all(request.finish_reason is not None for request in layout.sampling):
+            return
+        for row in [row for row in layout.states if layout.sampling[row].finish_reason is not None]:
+            del layout.states[row]
+        logits, greedy_tokens = output.logits, output.greedy_tokens
+        if layout.sample_rows is not None:
+            logits, greedy_tokens = logits.index_select(0, copy_to_device(layout.sample_rows, logits.device)), None
+        self.chosen = sampler.choose(logits, layout.states, greedy_tokens)
+        if self.chosen.tokens is not greedy_tokens:
+            future_tokens.store(self.chosen.tokens)
+        for state in layout.states.values():
+            state.num_chosen += 1
 
     def wait(self) -> None:
         """Wait until the tokens are on the host."""
@@ -101,8 +120,9 @@ class InFlightStep:
         assert not self.has_arrived
         for request in self.layout.sampling:
             request.drop_pending_token()
-        for state in self.layout.states.values():
-            state.num_chosen -= 1
+        if self.chosen is not None:
+            for state in self.layout.states.values():
+                state.num_chosen -= 1
         for request, start in zip(self.requests, self.layout.starts.tolist(), strict=True):
             if request.finish_reason is None:
                 request.num_cached = min(request.num_cached, start)

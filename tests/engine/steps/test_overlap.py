@@ -267,8 +267,7 @@ def test_a_logits_processor_sees_every_token(monkeypatch: pytest.MonkeyPatch) ->
     params = SamplingParams(max_new_tokens=12, logits_processors=(NoRepeatNGramLogitsProcessor(1), watch))
     request, other = engine.add_request(PROMPTS[1], params), engine.add_request(PROMPTS[0], SamplingParams(max_new_tokens=20))
     run_all(engine)
-    assert lengths == list(range(19, 31))
-    assert log[:27] == ["launch"] + ["wait", "launch"] * 12 + ["launch", "wait"], "they overlap again when it is done"
+    assert lengths == list(range(19, 31)) and log == ["launch"] + ["launch", "wait"] * 19 + ["wait"]
     assert request.output_token_ids == oracle(PROMPTS[1], no_repeat_ngram_size=1)
     assert other.output_token_ids == oracle(PROMPTS[0], 20)
 
