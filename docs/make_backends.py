@@ -8,8 +8,7 @@ from pathlib import Path
 from docs import marked_tables
 from paged_attn.backends.needs import architecture_words
 from paged_attn.backends.selection.ranking import ROWS, Row
-from paged_attn.report.backend_matrix import experts_markdown, matrix_markdown, scans_markdown
-from paged_attn.report.backend_table import markdown_table
+from paged_attn.report.backend_matrix import experts_markdown, markdown_table, matrix_markdown, scans_markdown
 
 PAGE = Path(__file__).with_name("backends.md")
 

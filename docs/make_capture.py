@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from docs import marked_tables
-from paged_attn.report.backend_table import markdown_table
+from paged_attn.report.backend_matrix import markdown_table
 
 PAGE = Path(__file__).with_name("capture.md")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

@@ -15,7 +15,7 @@ from paged_attn.cli.options import add_engine, add_run_options
 from paged_attn.cli.serve_options import API_KEY_VARIABLE, add_model_options, add_server_options
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.sampling_params import SamplingParams
-from paged_attn.report.backend_table import markdown_table
+from paged_attn.report.backend_matrix import markdown_table
 from paged_attn.server.settings import ServerSettings
 
 PAGE = Path(__file__).with_name("settings.md")

@@ -21,12 +21,13 @@ from paged_attn.report.backend_matrix import (
     MatrixRow,
     available_here,
     experts_markdown,
+    markdown_table,
     matrix_markdown,
     matrix_rows,
     matrix_text,
     scans_markdown,
+    text_table,
 )
-from paged_attn.report.backend_table import markdown_table, text_table
 
 SCANS = "<!-- scans -->\n<!-- /scans -->\n"
 EXPERTS = "<!-- experts -->\n<!-- /experts -->\n"

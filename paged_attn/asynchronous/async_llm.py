@@ -26,12 +26,11 @@ from paged_attn.chat.several import CHAT_SETTINGS, ChatEventReader, listed_conve
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.llm import LLM
 from paged_attn.engine.pooling.outputs import ClassValues, EmbeddingValues, PoolingOutput, ScoreValues
-from paged_attn.engine.pooling.plans import PoolingPlan, classify_plan, embed_plan, score_plan
-from paged_attn.engine.pooling.texts import Text
+from paged_attn.engine.pooling.plans import PoolingPlan, Text, classify_plan, embed_plan, score_plan
 from paged_attn.engine.prompts import Loras, Params, as_list, loras_of_each, one_of, params_of_each
 from paged_attn.engine.prompts import Prompt as GivenPrompt
 from paged_attn.engine.requests.outputs import Completion, TokenEvent
-from paged_attn.engine.requests.pooling_params import PoolingKind
+from paged_attn.engine.requests.pooled_rows import PoolingKind
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.sampling.structured.guides import Guide
 from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams

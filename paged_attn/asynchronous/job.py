@@ -11,7 +11,7 @@ from typing import Any
 from paged_attn.asynchronous.errors import RequestFailedError
 from paged_attn.chat.answers.answer_form import AnswerForm
 from paged_attn.engine.requests.outputs import TokenEvent
-from paged_attn.engine.requests.pooling_params import PoolingParams
+from paged_attn.engine.requests.pooled_rows import PoolingParams
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.sampling.structured.guides import Guide, GuideError
 from paged_attn.engine.sampling_params import SamplingParams

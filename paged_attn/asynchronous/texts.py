@@ -11,7 +11,7 @@ from paged_attn.asynchronous.errors import TOO_LONG, PromptError
 from paged_attn.asynchronous.fair_pool import FairPool
 from paged_attn.asynchronous.job import Prompt
 from paged_attn.chat.request import ChatRequest
-from paged_attn.engine.pooling.texts import pair_tokens
+from paged_attn.engine.pooling.plans import pair_tokens
 from paged_attn.engine.requests.token_texts import TokenTexts, bytes_of_part
 from paged_attn.shown import shown
 from paged_attn.truncation import Cut, ids_of_text

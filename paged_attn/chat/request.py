@@ -1,24 +1,28 @@
-"""Turns messages, tools and settings of one chat into a prompt and the form of its answers."""
+"""Turns messages, tools and settings of one chat into a prompt and the form of its answers, with a grammar if calls are enforced."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paged_attn.chat.answers.answer_form import AnswerForm
-from paged_attn.chat.answers.reasoning import begins_inside, tags_of
+from paged_attn.chat.answers.reasoning import ThinkTags, begins_inside, grammar_of, tags_of
 from paged_attn.chat.errors import ChatError
-from paged_attn.chat.forced_calls import calls_grammar
 from paged_attn.chat.formats.choose import FORMATS, enforced_format, format_of
 from paged_attn.chat.formats.harmony import FINAL, HARMONY, START, HarmonyFormat, is_harmony
 from paged_attn.chat.formats.tool_format import ToolFormat
-from paged_attn.chat.marks import kept_ids
+from paged_attn.chat.marks import kept_ids, own_token
 from paged_attn.chat.messages import plain_messages
 from paged_attn.chat.template import reads_tools, rendered, template_text
 from paged_attn.chat.tools import Tool, ToolChoice, allowed_tools, checked_choice, checked_tools
 from paged_attn.engine.requests.detokenizer import special_ids
+from paged_attn.engine.sampling.structured.compile_process import JSON_DEFAULTS
 from paged_attn.shown import shown
+
+_PLAIN = {"type", "properties", "required", "description", "title", "$defs", "definitions"}
+CALL_OPTIONS: Any = {"whitespace_pattern": "[ \\n]?"}  # models write calls on one line
 
 
 @dataclass(frozen=True)
@@ -169,3 +173,41 @@ class ChatRequest:
             return None, found
         format = enforced_format(found, tools)
         return calls_grammar(tokenizer, format, self.parallel_tool_calls, None, False, schema=guide[1]), format
+
+
+def calls_grammar(
+    tokenizer: Any, format: ToolFormat, several: bool, tags: ThinkTags | None, inside: bool, schema: str | None = None
+) -> str:
+    """In llguidance's dialect of Lark: reasoning, if there is any, and then calls.
+
+    Args:
+        format: how calls are written, of the tools that may be called.
+        several: whether there may be more than one.
+        inside: the answer begins with reasoning.
+        schema: of JSON that the answer may be instead of calls; None: it is calls.
+    """
+
+    def mark(text: str) -> str:
+        """What a grammar calls a text: a token, if it is one of its own."""
+        id = own_token(tokenizer, text)
+        return json.dumps(text, ensure_ascii=False) if id is None else f"<[{id}]>"
+
+    before, rules = grammar_of(tags, inside, mark)
+    start = f"start: {before}calls" if schema is None else f"start: {before}(calls | answer)"
+    rules += format.grammar(several, mark)
+    rules += [f"arguments{i}: %json {_schema_text(_closed(tool.parameters), CALL_OPTIONS)}" for i, tool in enumerate(format.tools)]
+    if schema is not None:
+        head = format.answer(mark) if isinstance(format, HarmonyFormat) else ""
+        rules += [f"answer: {head}json", f"json: %json {_schema_text(json.loads(schema), JSON_DEFAULTS)}"]
+    return "\n".join([start, *rules, ""])
+
+
+def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Arguments are an object, also where the schema leaves that out; it has what it lists, unless the schema says otherwise."""
+    object_only = {**parameters, "type": "object"}
+    return {**object_only, "additionalProperties": False} if parameters.keys() <= _PLAIN else object_only
+
+
+def _schema_text(schema: dict[str, Any], options: Any) -> str:
+    """On one line, with our options unless it brings its own."""
+    return json.dumps({"x-guidance": options, **schema})

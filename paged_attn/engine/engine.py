@@ -32,14 +32,12 @@ from paged_attn.engine.memory.grouped_kv import make_kv_manager
 from paged_attn.engine.model.model_limits import ModelLimits
 from paged_attn.engine.output_processor import EngineStats, OutputProcessor
 from paged_attn.engine.pooling.pooler import Pooler
-from paged_attn.engine.requests.outputs import FinishReason
-from paged_attn.engine.requests.pooled_rows import PooledRows
-from paged_attn.engine.requests.pooling_params import PoolingParams
+from paged_attn.engine.requests.outputs import FinishReason, TokenEvents
+from paged_attn.engine.requests.pooled_rows import PooledRows, PoolingParams
 from paged_attn.engine.requests.request import NO_SCORES, Request
-from paged_attn.engine.requests.token_events import TokenEvents
 from paged_attn.engine.runners.model_watch import STEPS_BETWEEN, ModelWatch, model_changed
-from paged_attn.engine.sampling.prompt_scores import PromptScores, score_rows
 from paged_attn.engine.sampling.sampler import Sampler
+from paged_attn.engine.sampling.sampler_output import PromptScores, score_rows
 from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.scheduling.scheduler import Scheduler
 from paged_attn.engine.setting_names import tells_names

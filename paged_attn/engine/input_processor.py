@@ -11,8 +11,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.generation_config import as_params
 from paged_attn.engine.model.model_limits import ModelLimits
 from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, MarkedDecoder, WholeText
-from paged_attn.engine.requests.pooled_rows import Pooled
-from paged_attn.engine.requests.pooling_params import PoolingParams
+from paged_attn.engine.requests.pooled_rows import Pooled, PoolingParams
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.requests.token_texts import TokenTexts
 from paged_attn.engine.sampling.forbidden import Forbidden, bad_words

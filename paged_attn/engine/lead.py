@@ -14,8 +14,8 @@ import torch.distributed as dist
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.llm import LLM
+from paged_attn.engine.requests.outputs import TokenEvents
 from paged_attn.engine.requests.request import Request
-from paged_attn.engine.requests.token_events import TokenEvents
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.parallel.ranks import Ranks
 

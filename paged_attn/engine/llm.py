@@ -26,7 +26,7 @@ from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults
 from paged_attn.engine.prompts import Loras, Params, Prompt, as_list, loras_of_each, one_of, params_of_each
 from paged_attn.engine.requests.outputs import Completion, FinishReason, TokenEvent
-from paged_attn.engine.requests.pooling_params import PoolingParams
+from paged_attn.engine.requests.pooled_rows import PoolingParams
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.runners.compilers import start_compilers
 from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams

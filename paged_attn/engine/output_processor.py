@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.engine.memory.kv_manager import KVManager
-from paged_attn.engine.requests.outputs import FinishReason, TokenEvent
+from paged_attn.engine.requests.outputs import FinishReason, TokenEvent, TokenEvents
 from paged_attn.engine.requests.request import Request
-from paged_attn.engine.requests.token_events import TokenEvents
 from paged_attn.engine.sampling.sampler import Sampler
 from paged_attn.engine.sampling.sampler_output import BAD_LOGITS, NONE_LEFT, SampledToken
 from paged_attn.engine.sampling.structured.guides import GuideError

@@ -12,7 +12,7 @@ from paged_attn.asynchronous.status import Status
 from paged_attn.engine.engine import Engine
 from paged_attn.server.http.body_limits import OpenBodies
 from paged_attn.server.http.call import Calls
-from paged_attn.server.logs.line_writer import LineWriter
+from paged_attn.server.logs.call_log import LineWriter
 from paged_attn.server.logs.metrics import ServerMetrics
 from paged_attn.server.logs.tracing import Tracing
 from paged_attn.server.settings import ServerSettings

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paged_attn.chat.answers.answer_form import AnswerForm
 from paged_attn.chat.answers.reasoning import TAGS
 from paged_attn.chat.formats.choose import FORMATS
-from paged_attn.chat.formats.deepseek import CALL, SECTION, SEPARATOR
+from paged_attn.chat.formats.section import SEPARATOR, DeepSeekFormat
 from paged_attn.chat.formats.tagged import argument_value
 from paged_attn.chat.formats.tool_format import as_text
 from paged_attn.chat.parts import ChatMessage
@@ -44,6 +44,7 @@ def plain(message: ChatMessage) -> tuple[str | None, list[tuple[str, Any]]]:
 WEATHER = '{"name": "weather", "arguments": {"city": "Paris", "days": 3}}'
 LLAMA = '{"name": "weather", "parameters": {"city": "Paris", "days": 3}}'
 ARGUMENTS = '{"city": "Paris", "days": 3}'
+SECTION, CALL = DeepSeekFormat.section, DeepSeekFormat.each
 FENCED = f"{CALL[0]}function{SEPARATOR}weather\n```json\n{ARGUMENTS}\n```{CALL[1]}"
 KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>"
 ANSWERS: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [

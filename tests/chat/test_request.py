@@ -12,9 +12,7 @@ from tokenizers import AddedToken
 from paged_attn import LLM, SamplingParams
 from paged_attn.chat.errors import ChatError
 from paged_attn.chat.formats.choose import FORMATS, format_of
-from paged_attn.chat.formats.deepseek import SEPARATOR, DeepSeekFormat, FencedDeepSeekFormat
-from paged_attn.chat.formats.kimi import KimiFormat
-from paged_attn.chat.formats.section import SectionFormat
+from paged_attn.chat.formats.section import SEPARATOR, DeepSeekFormat, FencedDeepSeekFormat, KimiFormat, SectionFormat
 from paged_attn.chat.messages import MAX_ARGUMENT_VALUES, plain_messages
 from paged_attn.chat.parts import ChatMessage, ToolCall
 from paged_attn.chat.request import ChatPrompt, ChatRequest

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.engine.sampling.prompt_scores import PromptScores, ScoredTokens
+from paged_attn.engine.sampling.sampler_output import PromptScores, ScoredTokens
 from tests.gpu.test_no_sync import waiting_is_an_error
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from paged_attn.server import state
-from paged_attn.server.logs.line_writer import LineWriter
+from paged_attn.server.logs.call_log import LineWriter
 from tests.engine.models import POISON, make_engine, oracle, poisoned
 from tests.server.serving import MODEL, Running, chat_tokenizer, held, serving, wait_for
 

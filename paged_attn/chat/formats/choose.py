@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paged_attn.chat.errors import ChatError
-from paged_attn.chat.formats.deepseek import DeepSeekFormat, FencedDeepSeekFormat
 from paged_attn.chat.formats.harmony import HARMONY
-from paged_attn.chat.formats.hermes import HermesFormat
-from paged_attn.chat.formats.json_calls import JsonFormat, LlamaFormat
-from paged_attn.chat.formats.kimi import KimiFormat
+from paged_attn.chat.formats.json_calls import HermesFormat, JsonFormat, LlamaFormat
 from paged_attn.chat.formats.mistral import MistralFormat, NamedMistralFormat
 from paged_attn.chat.formats.pythonic import PythonicFormat
+from paged_attn.chat.formats.section import DeepSeekFormat, FencedDeepSeekFormat, KimiFormat
 from paged_attn.chat.formats.tagged import GlmFormat, MiniMaxFormat, QwenCoderFormat, SeedFormat, TaggedFormat
 from paged_attn.chat.formats.tool_format import ToolFormat
 from paged_attn.chat.tools import Tool

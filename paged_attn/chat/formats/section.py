@@ -1,10 +1,17 @@
-"""Formats whose calls are in one section, each between its own marks, with arguments in JSON."""
+"""Formats whose calls are in one section, each between its own marks, with arguments in JSON: DeepSeek's and Kimi's."""
 
 from __future__ import annotations
 
+import json
+import re
 from typing import ClassVar
 
 from paged_attn.chat.formats.tool_format import MAX_CALLS_ENFORCED, Call, Mark, Taken, ToolFormat, as_text, space_end
+
+SEPARATOR = "<｜tool▁sep｜>"  # of DeepSeek
+ARGUMENTS = "<|tool_call_argument_begin|>"  # of Kimi
+_FENCED = re.compile(rf"\s*\w+{SEPARATOR}([^\n]+)\n```json\n(.*?)\n```\s*", re.DOTALL)
+_ID = re.compile(r"\s*((?:functions\.)?([\w.-]+?)(?::\d{1,9})?)\s*")
 
 
 class SectionFormat(ToolFormat):
@@ -59,3 +66,52 @@ class SectionFormat(ToolFormat):
 def arguments_of(name: str, text: str, id: str = "") -> Call | None:
     arguments = as_text(text.strip())
     return None if arguments is None else Call(name, arguments, id)
+
+
+class DeepSeekFormat(SectionFormat):
+    """DeepSeek-V3.1:
+    `<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>...<｜tool▁calls▁end｜>`.
+    V3 and R1 write `function<｜tool▁sep｜>NAME`, and the arguments in a fenced block."""
+
+    name = "deepseek"
+    section, each = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+    marks = (*section, *each, SEPARATOR)
+    openings = (section[0], each[0])
+
+    def call(self, text: str) -> Call | None:
+        if fenced := _FENCED.fullmatch(text):
+            return arguments_of(fenced[1].strip(), fenced[2])
+        name, separator, arguments = text.partition(SEPARATOR)
+        return arguments_of(name.strip(), arguments) if separator and name.strip() else None
+
+    def enforced(self, index: int, mark: Mark) -> str:
+        return f'"{self.tools[index].name}" {mark(SEPARATOR)} arguments{index}'
+
+
+class FencedDeepSeekFormat(DeepSeekFormat):
+    """What it reads is the same; enforced calls are of the older kind."""
+
+    name = "deepseek_v3"
+    between_calls = "\\n"
+
+    def enforced(self, index: int, mark: Mark) -> str:
+        head = json.dumps(f"{self.tools[index].name}\n```json\n")
+        return f'"function" {mark(SEPARATOR)} {head} arguments{index} "\\n```"'
+
+
+class KimiFormat(SectionFormat):
+    """Kimi-K2: `<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>...
+    <|tool_calls_section_end|>`. Its template writes a call's id where the name stands: it is the model's own."""
+
+    name = "kimi_k2"
+    section, each = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), ("<|tool_call_begin|>", "<|tool_call_end|>")
+    marks = (*section, *each, ARGUMENTS)
+    openings = (section[0], each[0])
+
+    def call(self, text: str) -> Call | None:
+        head, separator, arguments = text.partition(ARGUMENTS)
+        named = _ID.fullmatch(head)
+        return arguments_of(named[2], arguments, named[1] if ":" in named[1] else "") if named and separator else None
+
+    def enforced(self, index: int, mark: Mark) -> str:
+        return f'"functions.{self.tools[index].name}:" /[0-9]{{1,3}}/ {mark(ARGUMENTS)} arguments{index}'

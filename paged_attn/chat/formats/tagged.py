@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from paged_attn.chat.formats.hermes import CLOSING, OPENING
+from paged_attn.chat.formats.json_calls import CLOSING, OPENING
 from paged_attn.chat.formats.tool_format import Call, Taken, ToolFormat, as_text, space_end
 from paged_attn.chat.tools import Tool
 

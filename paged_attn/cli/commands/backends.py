@@ -44,7 +44,7 @@ def _order_text(args: argparse.Namespace) -> str:
     """What "auto" would take, and a line per backend in the order in which it looks at them."""
     from paged_attn.backends.selection.registry import backend_names
     from paged_attn.backends.selection.select import pick, why_picked
-    from paged_attn.report.backend_table import text_table
+    from paged_attn.report.backend_matrix import text_table
 
     title, required = _wanted(args)
     order = required.order()

@@ -10,7 +10,7 @@ HELP = "list the graph passes in their order"
 
 def run(args: argparse.Namespace) -> int:
     from paged_attn.passes.pass_list import PASSES
-    from paged_attn.report.backend_table import text_table
+    from paged_attn.report.backend_matrix import text_table
 
     rows = [[each.name, "optional" if each.optional else "always", each.what] for each in PASSES]
     print(text_table(["pass", "runs", "what it does"], rows, shutil.get_terminal_size().columns))

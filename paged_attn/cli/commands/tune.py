@@ -127,7 +127,7 @@ def measure(
 def table(entry: Entry, columns: int) -> str:
     """Microseconds of a layer, the fastest of each step marked; then what failed, and the rankings."""
     from paged_attn.backends.selection.tuned import PHASE_WORDS
-    from paged_attn.report.backend_table import text_table
+    from paged_attn.report.backend_matrix import text_table
 
     names = list(dict.fromkeys(name for shapes in entry.microseconds.values() for row in shapes.values() for name in row))
     rows, failures = [], []

@@ -2,6 +2,6 @@
 
 In: a model without cache (`paged_attn/calling/body.py`) that an engine runs, and texts. Out: `outputs.py`. Per-request data
 is in `../requests/`.
-Change: body and head: `pooler.py`, `head.py`; a checkpoint's defaults: `sentence_transformers.py`.
-Change: what a call runs, and how its results are read: `plans.py`; methods of `LLM`: `calls.py`; tokens of texts and pairs: `texts.py`.
+Change: body and head: `pooler.py`; a checkpoint's defaults: `sentence_transformers.py`.
+Change: what a call runs, and how its results are read, and tokens of pairs: `plans.py`; methods of `LLM`: `calls.py`.
 """

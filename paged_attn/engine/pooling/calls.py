@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from paged_attn.engine.pooling.outputs import ClassValues, EmbeddingValues, PoolingOutput, ScoreValues
-from paged_attn.engine.pooling.plans import OwnEngine, PoolingPlan, classify_plan, embed_plan, score_plan
-from paged_attn.engine.pooling.texts import PairTokens, Text, pair_tokens
+from paged_attn.engine.pooling.plans import OwnEngine, PairTokens, PoolingPlan, Text, classify_plan, embed_plan, pair_tokens, score_plan
 from paged_attn.engine.prompts import as_list
-from paged_attn.engine.requests.pooling_params import PoolingKind
+from paged_attn.engine.requests.pooled_rows import PoolingKind
 from paged_attn.engine.requests.request import Request
 from paged_attn.interrupts import uninterrupted
 

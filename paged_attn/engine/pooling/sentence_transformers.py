@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.engine.requests.pooling_params import PoolingKind
+from paged_attn.engine.requests.pooled_rows import PoolingKind
 
 _MODES: dict[str, PoolingKind] = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last", "cls": "cls", "mean": "mean"}
 _KNOWN = ("Transformer", "Pooling", "Normalize")

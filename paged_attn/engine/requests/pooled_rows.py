@@ -1,15 +1,43 @@
-"""Hidden-state rows on their way from a step to their texts, added up over the steps of a text."""
+"""Texts that are embedded or scored: their parameters, and their hidden-state rows, which are added up over the steps of a text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from paged_attn.engine.requests.pooling_params import PoolingKind, PoolingParams
 from paged_attn.engine.sampling.sampler_output import HostCopies
+from paged_attn.shown import shown
+from paged_attn.truncation import checked_truncation
+
+PoolingKind: TypeAlias = Literal["last", "mean", "cls"]
+KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """Parameters for one text.
+
+    Attributes:
+        pooling: "last" and "cls" take the hidden state of the last and of the first token, "mean" the mean over all of them.
+        token_types: of each token, for models that read two texts at once; None: 0 for all.
+        truncate_prompt_tokens: of a longer text only the first so many tokens count; -1: as many as there is room for.
+
+    Raises:
+        ValueError: another pooling, or a number of tokens that is none.
+    """
+
+    pooling: PoolingKind
+    token_types: Sequence[int] | None = None
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        checked_truncation(self.truncate_prompt_tokens)
+        if self.pooling not in KINDS:
+            raise ValueError(f"pooling: got {shown(self.pooling)}; allowed: {', '.join(map(repr, KINDS))}")
 
 
 class PooledPart(NamedTuple):

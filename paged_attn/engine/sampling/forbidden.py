@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
@@ -132,3 +134,18 @@ def forbid(scores: Tensor, rows: Mapping[int, ForbiddenNext], last: Tensor | Non
         assert last is not None
         is_that = last.index_select(0, rows_of_last) == before_on
         flat.index_add_(0, elements, torch.zeros_like(elements, dtype=flat.dtype).masked_fill_(is_that, -torch.inf))  # elements may repeat
+
+
+def allow_only(scores: Tensor, allowed: Mapping[int, NDArray[np.int64]]) -> None:
+    """scores [N, V] float32, in place: -inf for all but these tokens in some rows. Ids past the vocabulary allow nothing. Nothing waits for
+    the device."""
+    vocabulary = scores.shape[-1]
+    kept_in = np.concatenate([row * vocabulary + tokens[tokens < vocabulary] for row, tokens in allowed.items()])
+    packed = PackedInts((len(allowed), len(kept_in)), (), scores.device)
+    packed.host[0][:] = list(allowed)
+    packed.host[1][:] = kept_in
+    of_rows, elements = packed.to_device()
+    flat = scores.view(-1)
+    kept = flat.index_select(0, elements)
+    scores.index_fill_(0, of_rows, -torch.inf)
+    flat.index_copy_(0, elements, kept)

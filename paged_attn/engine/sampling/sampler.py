@@ -11,8 +11,7 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.host_copy import copy_to_device
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
 from paged_attn.backends.devices import has_triton
-from paged_attn.engine.sampling.allowed import allow_only
-from paged_attn.engine.sampling.forbidden import forbid
+from paged_attn.engine.sampling.forbidden import allow_only, forbid
 from paged_attn.engine.sampling.logprobs import logprobs_of
 from paged_attn.engine.sampling.row_settings import RowSettings
 from paged_attn.engine.sampling.sample_tokens import sample_tokens

@@ -12,9 +12,8 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.host_copy import copy_to_device
 from paged_attn.engine.requests.pooled_rows import PooledPart, PooledRows
 from paged_attn.engine.requests.request import Request
-from paged_attn.engine.sampling.prompt_scores import PromptScores
 from paged_attn.engine.sampling.sampler import Sampler
-from paged_attn.engine.sampling.sampler_output import ChosenTokens, SampledToken, SamplerOutput
+from paged_attn.engine.sampling.sampler_output import ChosenTokens, PromptScores, SampledToken, SamplerOutput
 from paged_attn.engine.steps.future_tokens import FutureTokens
 from paged_attn.engine.steps.step_layout import StepLayout
 

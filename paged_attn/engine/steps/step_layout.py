@@ -13,7 +13,7 @@ from paged_attn.attn_ops.batch.requests import RequestColumns, StateCheckpoint
 from paged_attn.engine.requests.pooled_rows import PooledPart
 from paged_attn.engine.requests.request import NO_SCORES, Request
 from paged_attn.engine.requests.request_rows import RequestRows
-from paged_attn.engine.sampling.prompt_scores import ScoredTokens
+from paged_attn.engine.sampling.sampler_output import ScoredTokens
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.scheduling.step_plan import ScheduledStep
 from paged_attn.engine.steps.future_tokens import future_token

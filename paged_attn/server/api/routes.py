@@ -16,10 +16,9 @@ from paged_attn.engine.sampling.structured.guides import Guide
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.server.api.bodies import Body, CompletionBody, listed
 from paged_attn.server.api.chat_body import ChatBody
-from paged_attn.server.api.completion_reply import CompletionReply
 from paged_attn.server.api.messages.body import MessagesBody
 from paged_attn.server.api.messages.reply import MessagesReply
-from paged_attn.server.api.replies import ChatReply, Reply
+from paged_attn.server.api.replies import ChatReply, CompletionReply, Reply
 from paged_attn.server.api.request_state import (
     call_of,
     caller_of,
@@ -37,8 +36,7 @@ from paged_attn.server.api.responses.body import ResponsesBody
 from paged_attn.server.api.responses.reply import ResponsesReply
 from paged_attn.server.http.callers import Caller
 from paged_attn.server.http.disconnect import EventStream
-from paged_attn.server.http.error_forms import MESSAGES
-from paged_attn.server.http.errors import ANTHROPIC_ERRORS, ERRORS, ApiError, bad_request
+from paged_attn.server.http.errors import ANTHROPIC_ERRORS, ERRORS, MESSAGES, ApiError, bad_request
 from paged_attn.shown import shown
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from paged_attn.server.api.fields.bounds import Closed, Messages, Name, Settings
 from paged_attn.server.api.messages.body import CountBody
 from paged_attn.server.api.request_state import caller_of, ready, run_until_ended, state_of
 from paged_attn.server.api.responses.body import ResponsesBody
-from paged_attn.server.http.error_forms import MESSAGES
-from paged_attn.server.http.errors import ANTHROPIC_ERRORS, ERRORS, ApiError
+from paged_attn.server.http.errors import ANTHROPIC_ERRORS, ERRORS, MESSAGES, ApiError
 
 router = APIRouter(responses=ERRORS)
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")

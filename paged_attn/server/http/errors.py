@@ -1,4 +1,4 @@
-"""Turns errors into answers in the form that clients of the path expect, and describes them for /openapi.json."""
+"""Turns errors into answers in the form that clients of the path expect, OpenAI's or Anthropic's, and describes them for /openapi.json."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ from paged_attn.asynchronous.errors import TOO_LONG, NotServingError, QueueFullE
 from paged_attn.asynchronous.status import without_backtrace
 from paged_attn.chat.errors import RequestError
 from paged_attn.engine.model.model_limits import PromptTooLongError
-from paged_attn.server.http.error_forms import MESSAGES, payload
 from paged_attn.shown import shown
 
+MESSAGES = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+NO_THREADS = "thread_unsupported_request"
+ANTHROPIC_CODES = (NO_THREADS,)  # those of Anthropic's own that its client acts on
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 CODES = {
     401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 408: "body_too_slow", 413: "body_too_large",
@@ -98,6 +104,22 @@ class ApiError(Exception):
             headers["x-should-retry"] = "false"  # OpenAI's clients would send it twice more
         # ASCII: a message may quote a lone surrogate, which UTF-8 cannot carry.
         return Response(json.dumps(payload(self, path)), self.status, headers, "application/json")
+
+
+def payload(error: ApiError, path: str) -> dict[str, Any]:
+    """What a client of this path reads."""
+    is_anthropics = path == MESSAGES or path.startswith(f"{MESSAGES}/")
+    return anthropic_payload(error) if is_anthropics else openai_payload(error)
+
+
+def openai_payload(error: ApiError) -> dict[str, Any]:
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def anthropic_payload(error: ApiError) -> dict[str, Any]:
+    kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    details = {"details": {"error_code": error.code}} if error.code in ANTHROPIC_CODES else {}
+    return {"type": "error", "error": {"type": kind, "message": error.message, **details}}
 
 
 def bad_request(error: Exception, param: str | None = None) -> ApiError:

@@ -1,5 +1,5 @@
 """Logs, metrics and traces for operators.
 
 In: each request from its arrival to its end. Out: a line of the log, metrics, a trace.
-Change: the line, and the request's id: `call_log.py`; metrics: `metrics.py`; OpenTelemetry: `tracing.py`; writing lines: `line_writer.py`.
+Change: the line, how it is written, and the request's id: `call_log.py`; metrics: `metrics.py`; OpenTelemetry: `tracing.py`.
 """

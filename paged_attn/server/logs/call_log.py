@@ -1,11 +1,13 @@
-"""The outermost layer: the id of a request, its log line, and its trace."""
+"""The outermost layer: the id of a request, its trace, and its log line, which a thread of its own writes."""
 
 from __future__ import annotations
 
 import json
 import logging
+import queue
+import threading
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,11 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paged_attn.server.http.call import Call, request_id
 from paged_attn.server.http.callers import Caller
 from paged_attn.server.http.errors import CLIENT_GONE, api_error, told, unforeseen
-from paged_attn.server.logs.line_writer import LineWriter
 from paged_attn.server.logs.tracing import Tracing
 
 logger = logging.getLogger("paged_attn")
 QUIET = ("/health", "/metrics")  # polled every few seconds
+MAX_WAITING = 10_000  # lines; more are dropped
+CLOSE_SECONDS = 1.0
 
 
 class CallLog:
@@ -84,3 +87,42 @@ def facts_of(call: Call, caller: Caller | None, client: tuple[str, int] | None) 
             "first_token_seconds": None if first is None else round(first - job.arrived, 4),
         }  # fmt: skip
     return {name: value for name, value in facts.items() if value not in (None, [])}
+
+
+class LineWriter:
+    """Writes lines to `out`, in order.
+
+    Attributes:
+        dropped: lines that found no room.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        self.dropped = 0
+        self._out = out
+        self._lines: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
+        self._thread = threading.Thread(target=self._run, name="paged-attn-log", daemon=True)
+        self._thread.start()
+
+    def write(self, line: str) -> None:
+        """Never waits."""
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self.dropped += 1
+
+    def close(self) -> None:
+        """Write what waits, for a second at most."""
+        try:
+            self._lines.put(None, timeout=CLOSE_SECONDS)
+        except queue.Full:
+            return
+        self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                self._out.write(line + "\n")
+                if self._lines.empty():
+                    self._out.flush()
+            except (OSError, ValueError):  # the reader has gone, or the file was closed
+                self.dropped += 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paged_attn import SamplingParams
-from paged_attn.engine.requests.outputs import TokenEvent
-from paged_attn.engine.requests.token_events import TokenEvents
+from paged_attn.engine.requests.outputs import TokenEvent, TokenEvents
 from tests.engine.models import make_engine, random_prompts, run_all, tokenizer
 
 LISTED = [TokenEvent("a", 5, ""), TokenEvent("b", 6, "text", "stop", -0.5), TokenEvent("a", 7, ""), TokenEvent("c", None, "", "length")]

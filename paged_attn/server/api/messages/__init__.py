@@ -2,5 +2,5 @@
 
 In: a body of Anthropic's Messages API. Out: an ordinary chat, and its answer as blocks and events.
 Change: fields of the body: `body.py`; blocks of its messages: `conversation.py`; blocks and events of the answer: `reply.py`.
-Change: the form of errors: `paged_attn/server/http/error_forms.py`.
+Change: the form of errors: `paged_attn/server/http/errors.py`.
 """

@@ -11,8 +11,7 @@ from paged_attn.chat.request import ChatRequest
 from paged_attn.server.api.bodies import IGNORED, NEUTRAL, NOTHING, Body
 from paged_attn.server.api.fields.bounds import Closed, Effort, Messages, Name, Schema, Settings, Stop, Tools, within
 from paged_attn.server.api.messages.conversation import length_of_blocks, messages_of
-from paged_attn.server.http.error_forms import NO_THREADS
-from paged_attn.server.http.errors import ApiError
+from paged_attn.server.http.errors import NO_THREADS, ApiError
 from paged_attn.shown import shown
 
 LEFT_OUT = ("cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "type")  # fields of a tool that change no answer

@@ -14,8 +14,7 @@ from paged_attn.chat.answers.reader import read_event
 from paged_attn.chat.parts import Content, Part, ToolCall
 from paged_attn.engine.requests.request import Request
 from paged_attn.server.api.messages.body import MessagesBody
-from paged_attn.server.http.error_forms import anthropic_payload
-from paged_attn.server.http.errors import ApiError, api_error
+from paged_attn.server.http.errors import ApiError, anthropic_payload, api_error
 
 Event = dict[str, Any]
 
