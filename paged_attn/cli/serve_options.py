@@ -10,30 +10,10 @@ from paged_attn.chat.answers.reasoning import REASONING_PARSERS
 from paged_attn.chat.formats.choose import TOOL_PARSERS
 from paged_attn.cli.options import add_chat_template, add_checkpoint_options, add_device_options, add_engine
 from paged_attn.engine.model.task import TASKS
-from paged_attn.server.settings import ServerSettings
+from paged_attn.server.settings import LIMITS, ServerSettings
 
 API_KEY_VARIABLE = "PAGED_ATTN_API_KEY"
 DEFAULTS = {setting.name: setting.default for setting in fields(ServerSettings)}
-# Flag, type, metavar, help.
-LIMITS = (
-    ("--max-queue", int, "N", "requests that may wait beyond those that run; keys share them equally when they are taken"),
-    (
-        "--max-requests-per-key",
-        int,
-        "N",
-        "HTTP requests of one API key (without keys: address) that run or wait at the same time, each with as many prompts as it has",
-    ),
-    ("--requests-per-minute-per-key", int, "N", "of one API key (without keys: address)"),
-    ("--queue-seconds", float, "S", "how long a request may wait before it begins; then 503"),
-    ("--request-seconds", float, "S", "how long a request may take in all; then 504. Requests may ask for less (timeout_seconds)"),
-    ("--max-body-mib", float, "MIB", "largest body of a request"),
-    ("--max-bodies-mib", float, "MIB", "bodies of all requests at the same time"),
-    ("--max-connections", int, "N", "connections at the same time"),
-    ("--header-seconds", float, "S", "how long a client may take to send the headers of a request"),
-    ("--body-seconds", float, "S", "how long a client may take to send a body"),
-    ("--write-seconds", float, "S", "how long a client may read nothing of what it is sent"),
-    ("--drain-seconds", float, "S", "how long running requests may go on after SIGTERM or Ctrl-C"),
-)
 PARSERS = (
     ("--tool-parser", "the format of tool calls; auto is what the tokenizer or the chat template shows", TOOL_PARSERS),
     ("--reasoning-parser", "the tags of reasoning; auto is what the tokenizer or the chat template shows", REASONING_PARSERS),
@@ -59,10 +39,12 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--no-log-requests", action="store_true", help="no line of JSON on stdout for each request")
     add("--otlp-endpoint", metavar="URL", help="where OpenTelemetry traces go, such as http://localhost:4318/v1/traces")
     limits = parser.add_argument_group("limits of the server").add_argument
-    for flag, kind, metavar, what in LIMITS:
-        default = DEFAULTS[_dest(flag)]
-        shown = "no limit" if default is None else f"{default:g}"
-        limits(flag, type=kind, metavar=metavar, default=default, help=f"{what} (default: {shown})")
+    for limit in LIMITS:
+        kind = int if "int" in str(limit.type) else float
+        metavar = "N" if kind is int else "MIB" if limit.name.endswith("_mib") else "S"
+        shown = "no limit" if limit.default is None else f"{limit.default:g}"
+        text = f"{limit.metadata['help']} (default: {shown})"
+        limits(f"--{limit.name.replace('_', '-')}", type=kind, metavar=metavar, default=limit.default, help=text)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -93,10 +75,6 @@ def _named_folder(text: str) -> tuple[str, str]:
     return name, folder
 
 
-def _dest(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
 def served_names(args: argparse.Namespace, model_name: str) -> str | tuple[str, ...]:
     """What requests call the model: `--served-model-name`, or else its own name."""
     return model_name if args.served_model_name is None else tuple(args.served_model_name)
@@ -105,12 +83,8 @@ def served_names(args: argparse.Namespace, model_name: str) -> str | tuple[str, 
 def server_settings(args: argparse.Namespace, model_name: str) -> ServerSettings:
     """Raises ValueError for a setting out of range."""
     keys = [*args.api_key, *filter(None, [os.environ.get(API_KEY_VARIABLE)])]
-    same = [
-        "host", "port", "uds", "ssl_certfile", "ssl_keyfile", "share_prefixes", "allow_priority", "lora_folder", "tool_parser",
-        "reasoning_parser", "otlp_endpoint",
-        *(_dest(flag) for flag, *_ in LIMITS),
-    ]  # fmt: skip
+    same = {setting.name: getattr(args, setting.name) for setting in fields(ServerSettings) if hasattr(args, setting.name)}
     return ServerSettings(
         served_names(args, model_name), api_keys=tuple(keys), allow_origins=tuple(args.allow_origin),
-        allow_hosts=tuple(args.allow_host), log_requests=not args.no_log_requests, **{name: getattr(args, name) for name in same},
+        allow_hosts=tuple(args.allow_host), log_requests=not args.no_log_requests, **same,
     )  # fmt: skip

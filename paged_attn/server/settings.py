@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from paged_attn.chat.answers.reasoning import REASONING_PARSERS
 from paged_attn.chat.formats.choose import TOOL_PARSERS
 
-AT_LEAST = {"max_queue": 0, "max_connections": 1, "max_requests_per_key": 1, "requests_per_minute_per_key": 1, "drain_seconds": 0}
-ABOVE_0 = ("max_body_mib", "max_bodies_mib", "queue_seconds", "request_seconds", "header_seconds", "body_seconds", "write_seconds")
-
 ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]+")  # pages of apps and extensions have schemes of their own
 HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?|\[[0-9A-Fa-f:.]+\]")
 
 
+def _limit(default: float | None, help: str, *, at_least: int | None = None) -> Any:
+    """A finite number, of at least so much or else above 0."""
+    return field(default=default, metadata={"help": help, "at_least": at_least})
+
+
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of a server, checked on construction. None turns a limit off.
+    """Settings of a server, checked on construction. Limits say below what they are; None turns one off.
 
     Attributes:
         model_name: the name of the model, or several; requests may give any of them, or that of an adapter. Answers have the first.
@@ -29,15 +32,6 @@ class ServerSettings:
         api_keys: any of them opens /v1; none: /v1 is open. /health and /metrics always are. Each is a tenant of its own; on an open
             server each address is.
         share_prefixes: cached prefixes are shared between API keys.
-        max_queue: requests (prompts) that may wait beyond those that run; more get 429. Tenants share it equally when it is full.
-        max_requests_per_key: HTTP requests of one tenant that run or wait at the same time, each with as many prompts as it has.
-        requests_per_minute_per_key: of one tenant, as many at once and then one after the other.
-        queue_seconds: how long a request may wait before it begins to run; then 503.
-        request_seconds: how long it may take in all; then 504. Requests may ask for less.
-        max_body_mib: larger bodies get 413. max_bodies_mib: of all requests at the same time; more get 429.
-        max_connections: connections at the same time; more get 503.
-        header_seconds, body_seconds: how long a client may take to send its headers, and its body.
-        write_seconds: how long a client may read nothing of what it is sent.
         allow_origins: web pages of these origins may use the server from browsers (CORS); "*" is all.
         allow_hosts: what the header Host may say, "*.example.com" too; none: anything.
         allow_priority: whether requests may say how urgent they are.
@@ -45,7 +39,6 @@ class ServerSettings:
         tool_parser, reasoning_parser: how answers of chats are read; see `ChatRequest`.
         log_requests: a line of JSON on stdout for each request.
         otlp_endpoint: where OpenTelemetry traces go, such as http://localhost:4318/v1/traces.
-        drain_seconds: how long running requests may go on after a shutdown began; then they are cancelled.
 
     Raises:
         ValueError: a value out of range, named.
@@ -59,20 +52,28 @@ class ServerSettings:
     ssl_keyfile: str | None = None
     api_keys: tuple[str, ...] = ()
     share_prefixes: bool = False
-    max_queue: int = 1024
-    max_requests_per_key: int | None = None
-    requests_per_minute_per_key: int | None = None
-    queue_seconds: float | None = None
-    request_seconds: float | None = None
-    max_body_mib: float = 16.0
-    max_bodies_mib: float = 256.0
-    max_connections: int = 2048
-    header_seconds: float = 10.0
-    body_seconds: float = 60.0
-    write_seconds: float = 60.0
+    max_queue: int = _limit(
+        1024, "requests that may wait beyond those that run; keys share them equally when they are taken", at_least=0
+    )  # more get 429
+    max_requests_per_key: int | None = _limit(
+        None,
+        "HTTP requests of one API key (without keys: address) that run or wait at the same time, each with as many prompts as it has",
+        at_least=1,
+    )
+    requests_per_minute_per_key: int | None = _limit(None, "of one API key (without keys: address)", at_least=1)
+    queue_seconds: float | None = _limit(None, "how long a request may wait before it begins; then 503")
+    request_seconds: float | None = _limit(
+        None, "how long a request may take in all; then 504. Requests may ask for less (timeout_seconds)"
+    )
+    max_body_mib: float = _limit(16.0, "largest body of a request")  # larger ones get 413
+    max_bodies_mib: float = _limit(256.0, "bodies of all requests at the same time")  # more get 429
+    max_connections: int = _limit(2048, "connections at the same time", at_least=1)  # more get 503
+    header_seconds: float = _limit(10.0, "how long a client may take to send the headers of a request")
+    body_seconds: float = _limit(60.0, "how long a client may take to send a body")
+    write_seconds: float = _limit(60.0, "how long a client may read nothing of what it is sent")
     allow_origins: tuple[str, ...] = ()
     allow_hosts: tuple[str, ...] = ()
-    drain_seconds: float = 30.0
+    drain_seconds: float = _limit(30.0, "how long running requests may go on after SIGTERM or Ctrl-C", at_least=0)  # then they end
     allow_priority: bool = False
     lora_folder: str | None = None
     tool_parser: str = "auto"
@@ -102,10 +103,11 @@ class ServerSettings:
         for name, known in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(known)}")
-        for name, low in (AT_LEAST | dict.fromkeys(ABOVE_0, 0)).items():
-            value = getattr(self, name)
-            if value is not None and not (low <= value < math.inf and (value > 0 or name in AT_LEAST)):
-                raise ValueError(f"{name} is {value}; allowed are finite values {'of at least' if name in AT_LEAST else 'above'} {low}")
+        for limit in LIMITS:
+            value, least = getattr(self, limit.name), limit.metadata["at_least"]
+            if value is not None and not ((value > 0 if least is None else value >= least) and value < math.inf):
+                allowed = "above 0" if least is None else f"of at least {least}"
+                raise ValueError(f"{limit.name} is {value}; allowed are finite values {allowed}")
         if self.max_bodies_mib < 2 * self.max_body_mib:  # a client holds as much as it leaves free
             allowed = f"allowed are values of at least twice max_body_mib ({self.max_body_mib:g}), {2 * self.max_body_mib:g}"
             raise ValueError(f"max_bodies_mib is {self.max_bodies_mib:g}; {allowed}")
@@ -119,6 +121,9 @@ class ServerSettings:
                 raise ValueError(f"allow_hosts has {host!r}; allowed are names without scheme and port, example.com or *.example.com")
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
             raise ValueError("an API key is empty or holds spaces or characters other than printable ASCII, so that no header can carry it")
+
+
+LIMITS = tuple(setting for setting in fields(ServerSettings) if setting.metadata)
 
 
 def _is_web(url: str) -> bool:

@@ -110,7 +110,7 @@ def test_a_model_that_can_not_be_loaded_leaves_no_traceback(tmp_path: Path, caps
 def test_every_server_setting_has_its_flag_and_its_default() -> None:
     args = build_parser().parse_args(["serve", "--model", "x"])
     assert server_settings(args, "x") == ServerSettings("x", log_requests=True)
-    limits = {flag.removeprefix("--").replace("-", "_") for flag, *_ in LIMITS}
+    limits = {limit.name for limit in LIMITS}
     names = {field.name for field in dataclasses.fields(ServerSettings)}
     others = {"model_name", "host", "port", "api_keys", "share_prefixes", "allow_priority", "allow_origins", "allow_hosts",
               "log_requests", "lora_folder", "otlp_endpoint", "tool_parser", "reasoning_parser",
