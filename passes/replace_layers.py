@@ -20,8 +20,7 @@ from paged_attn.passes.prove.score_subgraph import Recomputable
 from paged_attn.passes.recompute.replace import RecomputeReplacer
 from paged_attn.passes.replace.attention import replace_attention, with_scaled_query
 from paged_attn.passes.replace.dual_chunk import replace_dual_chunk
-from paged_attn.passes.replace.equal_heads import has_equal_heads
-from paged_attn.passes.replace.kv_heads import KVSource, as_received, kv_source
+from paged_attn.passes.replace.kv_heads import KVSource, as_received, has_equal_heads, kv_source
 from paged_attn.passes.replace.latent import replace_latent
 from paged_attn.passes.replace.operand_layout import Operand, operand_of
 from paged_attn.passes.report import Facts, LayerReport

@@ -1,16 +1,22 @@
-"""Runs the passes of `pass_list` over a copy of a graph: in order, timed, dumped if asked."""
+"""Runs the passes of `pass_list` over a copy of a graph: in order, timed, dumped if asked.
+
+`PAGED_ATTN_DUMP=folder` writes the graph before and after each pass, with how many nodes of each kind there are.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
 
-from paged_attn.passes.dump import Dump
 from paged_attn.passes.fx.call_form import CallNotPaged, ReadValues, find_call_form
 from paged_attn.passes.fx.graph_tools import copy_graph_module, same_values, written_names
 from paged_attn.passes.optimize.dense_experts import ChooseExperts
@@ -18,6 +24,7 @@ from paged_attn.passes.pass_list import PASSES
 from paged_attn.passes.report import Facts, Rewrite
 
 logger = logging.getLogger("paged_attn")
+_numbers = itertools.count()
 
 
 def rewrite(
@@ -80,3 +87,31 @@ def _run_passes(graph: fx.Graph, facts: Facts, optional: Collection[str]) -> Non
             said = each.did.format(said)
         logger.info("pass %s: %s (%.2f s)", each.name, said, seconds[each.name])
         dump.write(graph, each.name, said)
+
+
+def dump_folder() -> Path | None:
+    return Path(folder) if (folder := os.environ.get("PAGED_ATTN_DUMP")) else None
+
+
+class Dump:
+    """Numbered files of one graph in `PROCESS-NUMBER-MODEL/`: `00-traced.txt`, `01-specialise_numbers.txt`, ...; none unless requested."""
+
+    def __init__(self, name: str) -> None:
+        self._files = itertools.count()
+        self.folder = dump_folder()
+        if self.folder is not None:
+            self.folder /= f"{os.getpid()}-{next(_numbers)}-{name}"
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, graph: fx.Graph, after: str, said: str = "") -> None:
+        if self.folder is None:
+            return
+        counts = Counter(node._pretty_print_target(node.target) if node.op == "call_function" else node.op for node in graph.nodes)
+        lines = [
+            f"# after {after}" + (f": {said}" if said else ""),
+            f"# {len(graph.nodes)} nodes",
+            *(f"# {count:6,} {target}" for target, count in counts.most_common()),
+            "",
+            *(node.format_node() or "" for node in graph.nodes),
+        ]
+        self.folder.joinpath(f"{next(self._files):02}-{after}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Several integer arrays in one buffer: filled with numpy on the host, moved to the device in one copy."""
+"""Numbers from the host to a device: one array, or several of integers in one buffer, filled with numpy and moved in one copy."""
 
 from __future__ import annotations
 
@@ -173,3 +173,18 @@ def _refusal(rows: Sequence[Sequence[int]], dtype: np.dtype[Any], what: str) -> 
             except (struct.error, TypeError):
                 return f"the {what} of request {index} must be integers of {8 * dtype.itemsize} bits; got {value!r}"
     raise AssertionError("a row was refused although all its values fit")
+
+
+def copy_to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
+    """A tensor of these numbers on the device; the host does not wait for the copy.
+
+    A GPU reads pinned memory by itself. For unpinned memory, CUDA waits until the stream is empty if it copies more than 64 KB (such as a
+    prompt's rows).
+    """
+    host = torch.from_numpy(numbers)
+    return (pinned(host) if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
+def pinned(host: Tensor) -> Tensor:
+    """A pinned copy; unlike `pin_memory`, this also works for fake tensors."""
+    return torch.empty_like(host, pin_memory=True).copy_(host)

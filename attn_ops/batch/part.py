@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, mode_of
-from paged_attn.attn_ops.batch.host_copy import copy_to_device
+from paged_attn.attn_ops.batch.packed_ints import copy_to_device
 
 
 def part_of(batch: Batch, requests: Sequence[int]) -> tuple[Batch, Tensor]:

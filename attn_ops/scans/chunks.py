@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.batch.host_copy import copy_to_device
+from paged_attn.attn_ops.batch.packed_ints import copy_to_device
 from paged_attn.attn_ops.scans.state_segments import ChunkBounds, StateSegments
 
 

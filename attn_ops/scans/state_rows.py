@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
-from paged_attn.attn_ops.batch.host_copy import copy_to_device
+from paged_attn.attn_ops.batch.packed_ints import copy_to_device
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.scans.chunks import Chunks
 from paged_attn.attn_ops.scans.state_segments import ChunkBounds, StateSegments

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
-from paged_attn.attn_ops.batch.host_copy import copy_to_device
+from paged_attn.attn_ops.batch.packed_ints import copy_to_device
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall

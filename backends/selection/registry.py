@@ -15,10 +15,10 @@ GROUP = "paged_attn.backends"
 BUILT_IN = {
     "fa3": "paged_attn.backends.attention.fa3:FA3Backend",
     "flashinfer": "paged_attn.backends.attention.flashinfer.backend:FlashInferBackend",
-    "trtllm_mha": "paged_attn.backends.attention.flashinfer.trtllm_mha:TrtllmMhaBackend",
+    "trtllm_mha": "paged_attn.backends.attention.flashinfer.trtllm:TrtllmMhaBackend",
     "flash_mla": "paged_attn.backends.attention.decode_only.flash_mla:FlashMlaBackend",
     "cutlass_mla": "paged_attn.backends.attention.decode_only.cutlass_mla:CutlassMlaBackend",
-    "trtllm_mla": "paged_attn.backends.attention.flashinfer.trtllm_mla:TrtllmMlaBackend",
+    "trtllm_mla": "paged_attn.backends.attention.flashinfer.trtllm:TrtllmMlaBackend",
     "triton": "paged_attn.backends.attention.triton.backend:TritonBackend",
     "flash_attn": "paged_attn.backends.attention.flash_attn:FlashAttnBackend",
     "torch_varlen": "paged_attn.backends.attention.torch_varlen:TorchVarlenBackend",

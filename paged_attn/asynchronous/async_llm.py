@@ -12,12 +12,11 @@ from typing import Any, TypeVar
 from torch import nn
 
 from paged_attn.asynchronous.engine_thread import EngineThread
-from paged_attn.asynchronous.errors import RequestFailedError
+from paged_attn.asynchronous.errors import RequestFailedError, Status
 from paged_attn.asynchronous.fair_pool import FairPool
 from paged_attn.asynchronous.job import Job, Prompt
 from paged_attn.asynchronous.request_limit import RequestLimit
 from paged_attn.asynchronous.snapshot import Observer
-from paged_attn.asynchronous.status import Status
 from paged_attn.asynchronous.stream import Stream, together
 from paged_attn.asynchronous.texts import Texts, length_of
 from paged_attn.chat.completion import ChatCompletion, ChatEvent

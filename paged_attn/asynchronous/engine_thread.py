@@ -13,12 +13,20 @@ from contextlib import suppress
 from itertools import product
 from typing import Any
 
-from paged_attn.asynchronous.errors import EngineDiedError, NotServingError, ServingError, StepFailedError, closed_before_its_end
+from paged_attn.asynchronous.errors import (
+    EngineDiedError,
+    NotServingError,
+    ServingError,
+    Status,
+    StepFailedError,
+    closed_before_its_end,
+    described,
+    in_words,
+)
 from paged_attn.asynchronous.failed_steps import FailedSteps, hit_by_failed_step
 from paged_attn.asynchronous.job import Accepted, Job, Update
 from paged_attn.asynchronous.job_queue import JobQueue, WaitingJobs, made_room, waited_too_long
 from paged_attn.asynchronous.snapshot import EndedRequest, EngineSnapshot, Observer
-from paged_attn.asynchronous.status import Status, described, in_words
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.requests.outputs import TokenEvent
 from paged_attn.engine.requests.request import Request

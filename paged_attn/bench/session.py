@@ -12,9 +12,8 @@ from typing import Any
 
 from paged_attn.bench.launch import Outcome, launch
 from paged_attn.bench.shapes import SHAPES
-from paged_attn.bench.systems.job import Job, ModelSource, Task
+from paged_attn.bench.systems.job import Job, ModelSource, Sampling, Task
 from paged_attn.bench.systems.model_source import save_weights, text_config, write_shape
-from paged_attn.bench.systems.sampling import Sampling
 from paged_attn.bench.systems.systems import OURS, SYSTEMS
 from paged_attn.bench.workloads import Workload
 from paged_attn.progress import bar

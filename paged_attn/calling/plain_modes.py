@@ -1,5 +1,5 @@
 """The modes of the thread that calls us: gradients, inference mode, autocast and a default device, none of which may reach what an engine
-keeps or computes.
+keeps or computes; and of a model, which an engine calls in evaluation mode, and only for its logits.
 
 A tensor made in inference mode cannot be written outside of it. Under autocast a model computes in other dtypes than it was proved in,
 and keeps K and V in others than the pool has; graphs that were captured without it would not follow. What we make without a device lies
@@ -15,6 +15,11 @@ from contextlib import ExitStack, contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import nn
+
+from paged_attn.calling.hf_configs import logits_alone
+from paged_attn.calling.reference_functions import reference_functions
+from paged_attn.calling.uncompiled import without_compiled_calls
 
 logger = logging.getLogger("paged_attn")
 _DEVICES = ("cpu", "cuda")
@@ -68,3 +73,24 @@ def _say_once(device: str, dtype: torch.dtype) -> None:
         "compared with the model; for another one convert the model before you give it to LLM",
         device, dtype,
     )  # fmt: skip
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients, with every module's own flag restored."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+@contextmanager
+def as_served(model: nn.Module) -> Iterator[None]:
+    """The same, in plain modes, as written where `module.compile()` was called, by transformers' own functions, and without the outputs
+    besides logits that a config may ask for: for tracing and comparing."""
+    with plain_modes(), without_compiled_calls(model), reference_functions(model), logits_alone(model), evaluating(model):
+        yield

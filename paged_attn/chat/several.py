@@ -7,8 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from paged_attn.chat.answers.answer_form import AnswerForm, finish_reason
-from paged_attn.chat.answers.reader import AnswerReader, read_event
+from paged_attn.chat.answers.answer_form import AnswerForm, AnswerReader, finish_reason, read_event
 from paged_attn.chat.completion import ChatEvent
 from paged_attn.chat.errors import ChatError
 from paged_attn.chat.parts import ToolCall

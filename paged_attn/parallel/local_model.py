@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.calling.call_signature import plain_inputs, takes
-from paged_attn.calling.evaluating import evaluating
+from paged_attn.calling.plain_modes import evaluating
 from paged_attn.parallel.local_forwards import equal_on_all_ranks, local_forward
 from paged_attn.parallel.plan import Plan, plan_of
 from paged_attn.parallel.ranks import Ranks

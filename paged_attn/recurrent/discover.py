@@ -20,8 +20,8 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.specs.recurrent import StateSpec, slot_bytes
 from paged_attn.calling.call_signature import plain_inputs, takes
-from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.left_as_it_was import left_as_it_was
+from paged_attn.calling.plain_modes import as_served
 from paged_attn.passes.fx.model_facts import model_device
 from paged_attn.recurrent.cache_state import CacheTemplate, Path, leaves_of, name_of, value_at
 from paged_attn.recurrent.layer import KeptAttributes, RecurrentLayer, call_with_attributes

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.attn_ops.scans.state_rows import RecurrentPlan, StateRows
-from paged_attn.calling.evaluating import evaluating
+from paged_attn.calling.plain_modes import evaluating
 from paged_attn.recurrent.as_ops.by_ops import kind_of
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import RecurrentRunner

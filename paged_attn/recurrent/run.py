@@ -16,7 +16,7 @@ from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.ops.scans import Kernel
 from paged_attn.attn_ops.scans.state_rows import Extends, RecurrentPlan, StateRows
 from paged_attn.backends.scans.base import Kernels
-from paged_attn.calling.evaluating import evaluating
+from paged_attn.calling.plain_modes import evaluating
 from paged_attn.recurrent.layer import RecurrentLayer
 
 

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import httpx
 from fastapi import FastAPI
 
-from paged_attn.asynchronous.status import Status
+from paged_attn.asynchronous.errors import Status
 from paged_attn.server.state import ServerState
 from paged_attn.shown import shown
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import uvicorn
 
-from paged_attn.asynchronous.status import Status
+from paged_attn.asynchronous.errors import Status
 from paged_attn.engine.engine import Engine
 from paged_attn.server.app import create_app
 from paged_attn.server.http.http_protocol import LimitedProtocol

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from paged_attn.asynchronous.async_llm import STOP_SECONDS, AsyncLLM
-from paged_attn.asynchronous.status import Status
+from paged_attn.asynchronous.errors import Status
 from paged_attn.engine.engine import Engine
 from paged_attn.server.http.body_limits import OpenBodies
 from paged_attn.server.http.call import Calls

@@ -4,6 +4,10 @@ Before: k [1, kv_heads, T, dim] -> expand / reshape / repeat_interleave / broadc
 After:  the node before the repetition, and how its dims become [T, kv_heads, dim].
 Proved, not matched: the chain of shape operations is evaluated on a tensor of distinct numbers.
 Declines: anything in the chain that computes or is written in place; then the keys stay as attention receives them.
+
+Where keys were repeated before something else was computed on them (a rotary embedding), attention receives heads of which every group-th
+is enough. `has_equal_heads` proves that by evaluating what lies between the projections and attention on random numbers: all heads of a
+group must be bitwise equal. It is asked only where keys and values disagree on how many heads there are.
 """
 
 from __future__ import annotations
@@ -17,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import is_written, shape_at, shape_of, size_at, symbol, value_of
-from paged_attn.passes.fx.slicing import evaluate
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import is_written, name_of, shape_at, shape_of, size_at, symbol, value_of
+from paged_attn.passes.fx.slicing import ancestors, evaluate
 
 aten = torch.ops.aten
 _SHAPE_METHODS = {"expand", "reshape", "view", "unsqueeze", "squeeze", "flatten", "unflatten", "transpose", "permute", "contiguous",
@@ -28,6 +32,9 @@ _SHAPE_FUNCTIONS = {operator.getitem, torch.broadcast_to, torch.repeat_interleav
                     torch.flatten, torch.permute, torch.movedim}  # fmt: skip
 PROBE_TOKENS = 3
 MAX_CHAIN = 16
+_PROJECTIONS = {"linear", "matmul", "addmm", "bmm", "embedding", "conv1d", "baddbmm", "einsum"}
+COMPARED_TOKENS = 5
+MAX_NODES = 300
 
 
 @dataclass(frozen=True)
@@ -154,3 +161,32 @@ def concrete(value: Any, form: CallForm) -> Any:
     if isinstance(value, tuple):
         return torch.Size(size_at(size, form.num_tokens, PROBE_TOKENS) for size in value)
     return size_at(value, form.num_tokens, PROBE_TOKENS)
+
+
+def has_equal_heads(operand: fx.Node, user: fx.Node, num_heads: int, form: CallForm, values: Values) -> bool:
+    """Whether the heads of `operand` [1, heads, T, dim], as the attention `user` receives them, are `num_heads` runs of equal heads."""
+    heads = int(shape_of(operand)[1])
+    nodes = ancestors(operand, user, frozenset(node for node in operand.graph.nodes if _is_projection(node)))
+    if heads % num_heads or len(nodes) > MAX_NODES:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    given = {node: _given(node, form, values, generator) for node in nodes if node.op == "placeholder" or _is_projection(node)}
+    result = evaluate(nodes, given, operand)
+    groups = result.unflatten(1, (num_heads, heads // num_heads))
+    return bool((groups == groups[:, :, :1]).all())
+
+
+def _is_projection(node: fx.Node) -> bool:
+    return name_of(node) in _PROJECTIONS
+
+
+def _given(node: fx.Node, form: CallForm, values: Values, generator: torch.Generator) -> Any:
+    role, value = form.roles.get(node, ""), value_of(node)
+    if role == "tokens":
+        return COMPARED_TOKENS
+    if not isinstance(value, Tensor) or role == "owned":
+        return values[node]
+    size = shape_at(value, form.num_tokens, COMPARED_TOKENS)
+    if not value.dtype.is_floating_point:
+        return torch.arange(COMPARED_TOKENS, device=value.device).expand(size)
+    return torch.randn(size, generator=generator).to(value.device, value.dtype)

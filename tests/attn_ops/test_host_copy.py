@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from paged_attn.attn_ops.batch.host_copy import copy_to_device, pinned
+from paged_attn.attn_ops.batch.packed_ints import copy_to_device, pinned
 
 NUMBERS = [np.arange(70_000), np.array([[True], [False]]), np.zeros((0, 3), np.int32)]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

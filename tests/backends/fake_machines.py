@@ -58,7 +58,7 @@ def flashinfer() -> Iterator[AttentionBackend]:
 @contextmanager
 def trtllm_mha() -> Iterator[AttentionBackend]:
     from paged_attn.backends.attention.flashinfer import trtllm, wrappers
-    from paged_attn.backends.attention.flashinfer.trtllm_mha import TrtllmMhaBackend
+    from paged_attn.backends.attention.flashinfer.trtllm import TrtllmMhaBackend
     from tests.backends.flashinfer import fake_flashinfer
 
     with pytest.MonkeyPatch.context() as patch:

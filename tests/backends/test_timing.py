@@ -12,8 +12,8 @@ from paged_attn.attn_ops.batch.batch import ForwardMode
 from paged_attn.backends.attention.capabilities import Feature, unmet
 from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.torch_native import TorchNativeBackend
-from paged_attn.backends.timing.clock import ROUNDS, Turn, sample_in_turns
 from paged_attn.backends.timing.inputs import Inputs, num_sets
+from paged_attn.backends.timing.run import ROUNDS, Turn, sample_in_turns
 from paged_attn.backends.timing.time_backends import TimedProblem, Timing, relative_error, row_attention, time_backends
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from paged_attn.check import self_check
 from paged_attn.check.compare import suspects
-from paged_attn.check.compare.exchanges import Exchange, Exchanges
+from paged_attn.check.compare.suspects import Exchange, Exchanges
 from paged_attn.check.runs.choices import ChosenRun, Perturbation, PerturbedRun, same_choices
 from paged_attn.check.runs.served import HowToRun, Original
 from paged_attn.check.runs.tapped import TappedRun, Taps, WideRun

@@ -16,9 +16,8 @@ import torch
 from paged_attn.bench import session as session_module
 from paged_attn.bench import worker
 from paged_attn.bench.launch import Outcome
-from paged_attn.bench.systems.job import Job, Log, ModelSource, Task
+from paged_attn.bench.systems.job import Job, Log, ModelSource, Sampling, Task
 from paged_attn.bench.systems.model_source import load, save_weights, write_shape
-from paged_attn.bench.systems.sampling import Sampling
 from paged_attn.bench.systems.systems import Entry
 from paged_attn.bench.workloads import Workload
 from paged_attn.cli.main import main

@@ -20,9 +20,8 @@ from paged_attn.bench.results.chart import draw
 from paged_attn.bench.results.compare import agreement, record
 from paged_attn.bench.results.tables import lines
 from paged_attn.bench.shapes import SHAPE_NAMES, shape_config
-from paged_attn.bench.systems.job import ModelSource, Task
+from paged_attn.bench.systems.job import ModelSource, Sampling, Task
 from paged_attn.bench.systems.model_source import load, read_config, write_shape
-from paged_attn.bench.systems.sampling import Sampling
 from paged_attn.bench.systems.systems import PEERS, SYSTEMS, peers
 from paged_attn.bench.workloads import GROUPS, SCALES, Workload, chosen
 from paged_attn.hashing.model_text import model_text

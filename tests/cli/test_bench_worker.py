@@ -13,8 +13,7 @@ import pytest
 
 from paged_attn.bench import machine, worker
 from paged_attn.bench.launch import Outcome, launch
-from paged_attn.bench.systems.job import Job, Log, ModelSource, Task
-from paged_attn.bench.systems.sampling import Sampling
+from paged_attn.bench.systems.job import Job, Log, ModelSource, Sampling, Task
 from paged_attn.bench.workloads import Workload
 
 FAKE_VLLM = Path(__file__).parent / "fake_vllm"

@@ -23,7 +23,7 @@ from paged_attn import LLM, SamplingParams, patch
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.runners import traced_runner
 from paged_attn.engine.runners.traced_runner import TracedRunner
-from paged_attn.graph_cache import entries, key
+from paged_attn.graph_cache import cached_graphs, entries
 from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.graph_cache.entries import VARIABLE, Entries
 from paged_attn.graph_cache.graph_data import graph_data
@@ -223,13 +223,13 @@ def test_versions_and_our_sources_are_in_the_key(cache: Path, tmp_path: Path, mo
     package = tmp_path / "new_package-1.0.dist-info"
     package.mkdir()
     for owner, name, value in (
-        (key, "_SOURCES", "others"), (torch, "__version__", "2.99.0"), (sys, "path", [*sys.path, str(tmp_path)]),
+        (cached_graphs, "_SOURCES", "others"), (torch, "__version__", "2.99.0"), (sys, "path", [*sys.path, str(tmp_path)]),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
-            key._versions.cache_clear()
+            cached_graphs._versions.cache_clear()
             assert not is_found(mistral()), name
-    key._versions.cache_clear()
+    cached_graphs._versions.cache_clear()
     assert is_found(mistral())
 
 

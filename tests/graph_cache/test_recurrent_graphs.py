@@ -15,8 +15,8 @@ from paged_attn import LLM, SamplingParams
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.runners import traced_runner
 from paged_attn.engine.runners.traced_runner import TracedRunner
+from paged_attn.graph_cache.cached_graphs import graph_key
 from paged_attn.graph_cache.entries import VARIABLE, _head
-from paged_attn.graph_cache.key import graph_key
 from paged_attn.passes.fx.graph_tools import dtype_of
 from tests.graph_cache.test_cached_graphs import no_trace
 from tests.oracle import greedy, random_prompts

@@ -26,7 +26,7 @@ from paged_attn.hf.cache_name import CACHE_NAME
 from paged_attn.hf.compiled_generate import paged_calls
 from paged_attn.hf.compiled_generate.call_rows import Part, steps
 from paged_attn.hf.compiled_generate.paged_calls import PagedCalls
-from paged_attn.hf.compiled_generate.ragged_table import RaggedTable
+from paged_attn.hf.compiled_generate.ragged_cache import RaggedTable
 from paged_attn.hf.shared_pages import SharedPages
 from tests.capture.tape import TapeRecorder
 from tests.engine.models import tokenizer

@@ -15,8 +15,8 @@ import torch
 
 from paged_attn import SamplingParams
 from paged_attn.asynchronous import async_llm
+from paged_attn.asynchronous.errors import Status
 from paged_attn.asynchronous.job import Job, Prompt
-from paged_attn.asynchronous.status import Status
 from tests.engine.models import POISON, fail_once, make_engine, oracle, poisoned
 from tests.recurrent_models import recurrent
 from tests.server.serving import MODEL, Running, chat_tokenizer, held, serving, wait_for

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from paged_attn.asynchronous.status import Status
+from paged_attn.asynchronous.errors import Status
 from paged_attn.engine.engine import Engine
 from tests.engine.models import assert_idle, make_engine, oracle
 from tests.server.serving import MODEL, PATIENCE, Running, chat_tokenizer, held, serving, wait_for

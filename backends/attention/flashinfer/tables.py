@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
-from paged_attn.attn_ops.batch.host_copy import copy_to_device
+from paged_attn.attn_ops.batch.packed_ints import copy_to_device
 
 SPLIT_REQUESTS = 4  # a mixed batch with fewer adjacent decoding requests runs as one part
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, mode_of
-from paged_attn.attn_ops.batch.host_copy import copy_to_device
+from paged_attn.attn_ops.batch.packed_ints import copy_to_device
 from paged_attn.attn_ops.batch.part import part_of
 from paged_attn.attn_ops.context import Backend
 from paged_attn.attn_ops.kv.kv_pool import KVPool

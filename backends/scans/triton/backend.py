@@ -25,7 +25,7 @@ class TritonScans(ScansBackend):
     compiles_ahead = True
 
     def kernels(self) -> Kernels:
-        from paged_attn.backends.scans.triton import conv, kda, prompts, ssd, steps
+        from paged_attn.backends.scans.triton import conv, prompts, ssd, steps
 
         return {
             short_conv_step: conv.step,
@@ -34,7 +34,7 @@ class TritonScans(ScansBackend):
             mamba2_step: steps.mamba2,
             mamba1_step: steps.mamba1,
             gated_delta_extend: prompts.gated_delta,
-            kda_extend: kda.kda,
+            kda_extend: prompts.kda,
             mamba2_extend: ssd.mamba2,
             mamba1_extend: prompts.mamba1,
         }

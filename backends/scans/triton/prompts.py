@@ -1,4 +1,4 @@
-"""Launches the kernels of prompts, and of all requests with more than one new token: the delta rule and Mamba-1."""
+"""Launches the kernels of prompts, and of all requests with more than one new token: the delta rules and Mamba-1."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from paged_attn.attn_ops.scans.gated_delta import EPS
 from paged_attn.attn_ops.scans.state_rows import Extends
 from paged_attn.backends.compiling.compile_ahead import launch
+from paged_attn.backends.scans.triton.kda_kernel import scan_by_channel, solve_by_channel, sum_decays
 from paged_attn.backends.scans.triton.prompts_kernel import scan_channels, scan_chunks, solve_chunks
 
 MOST = 256  # largest state dimension that a program holds whole
@@ -24,6 +25,7 @@ TOKENS = 32  # Mamba-1 tokens that are combined at once
 NUMBERS = 2048  # (token, channel, state) decays per program
 
 NARROW = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # operands of products; sums and states are float32
+PART = 16  # tokens within which decays are computed as differences
 
 
 def gated_delta(
@@ -79,3 +81,34 @@ def sizes(k_dim: int, v_dim: int, dtype: torch.dtype) -> tuple[int, int, int, An
     columns = WIDE_COLUMNS if narrow is None else COLUMNS
     block_k, block_v = (max(int(triton.next_power_of_2(size)), least) for size in (k_dim, min(v_dim, columns)))
     return WIDE_CHUNK if narrow is None else CHUNK, block_k, block_v, narrow
+
+
+def kda(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, states: Tensor, extends: Extends
+) -> bool:
+    """Computes `kda_extend`; False if keys are longer than a program can hold."""
+    _, heads, k_dim, v_dim = states.shape
+    if k_dim > MOST:
+        return False
+    size, block_k, block_v, narrow = sizes(k_dim, v_dim, value.dtype)
+    chunks, where = extends.chunks(size), extends.bounds(size)
+    count = len(chunks.rows)
+
+    def made(width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(count * size, heads, width, dtype=dtype, device=value.device)
+
+    sums, new, reads, scores = made(k_dim, torch.float32), *(made(width, value.dtype) for width in (v_dim, k_dim, size))
+    of_keys: dict[str, Any] = {"HEADS": heads, "K": k_dim, "CHUNK": size, "BLOCK_K": block_k}
+    constants = {"REPEATS": heads // key.shape[1], "V": v_dim, "NORMALISE": normalise, "BLOCK_V": block_v, "NARROW": narrow, **of_keys}
+    launch(sum_decays, (count, heads), g, sums, chunks.rows, chunks.real, *g.stride(), **of_keys)
+    launch(
+        solve_by_channel, (count, heads),
+        query, key, value, sums, beta, chunks.rows, chunks.real, new, reads, scores, *query.stride(), *key.stride(), *value.stride(),
+        *beta.stride(), EPS, PART=PART, **constants,
+    )  # fmt: skip
+    launch(
+        scan_by_channel, (len(extends.lengths), heads, triton.cdiv(v_dim, block_v)),
+        query, key, sums, new, reads, scores, output, states, extends.slots_on_device, extends.continues, *where, *query.stride(),
+        *key.stride(), output.stride(0), *states.stride(), k_dim**-0.5, EPS, num_stages=1, num_warps=8, **constants,
+    )  # fmt: skip
+    return True

@@ -10,8 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from paged_attn.bench.systems import model_source
-from paged_attn.bench.systems.job import Job
-from paged_attn.bench.systems.sampling import Sampling
+from paged_attn.bench.systems.job import Job, Sampling
 from paged_attn.bench.systems.systems import Run, Stamps, System, Tokens, rows_of, versions_of
 from paged_attn.bench.workloads import Prompts
 

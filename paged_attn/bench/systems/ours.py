@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from paged_attn.bench.systems import model_source
-from paged_attn.bench.systems.job import Job
-from paged_attn.bench.systems.sampling import Sampling
+from paged_attn.bench.systems.job import Job, Sampling
 from paged_attn.bench.systems.systems import Run, Stamps, System, Tokens, versions_of
 from paged_attn.bench.workloads import Prompts
 from paged_attn.engine.config import EngineConfig

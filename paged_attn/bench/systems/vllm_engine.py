@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from paged_attn.bench.systems.job import Job
-from paged_attn.bench.systems.sampling import Sampling
+from paged_attn.bench.systems.job import Job, Sampling
 from paged_attn.bench.systems.systems import Run, Stamps, System, Tokens, rows_of, versions_of
 from paged_attn.bench.workloads import Prompts
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paged_attn.bench.shapes import SHAPE_NAMES, SHAPES
-from paged_attn.bench.systems.sampling import Sampling
+from paged_attn.bench.systems.job import Sampling
 from paged_attn.bench.systems.systems import OURS, PEERS, SYSTEMS, draws_weights, peers
 from paged_attn.bench.workloads import GROUPS, SCALES, Workload, chosen
 from paged_attn.cli.options import DTYPES, add_engine, engine_config, set_verbosity

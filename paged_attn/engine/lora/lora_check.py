@@ -17,11 +17,10 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.by_group import without_groups
-from paged_attn.calling.evaluating import as_served
+from paged_attn.calling.plain_modes import as_served
 from paged_attn.engine.lora.adapter_files import Factors
 from paged_attn.engine.lora.lora_pool import LoraPool
-from paged_attn.engine.lora.lora_runner import LoraRunner
-from paged_attn.engine.lora.lora_slots import LoraSlots
+from paged_attn.engine.lora.lora_runner import LoraRunner, LoraSlots
 from paged_attn.recurrent.run import runner_of
 from paged_attn.tolerances import logits_apart
 

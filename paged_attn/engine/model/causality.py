@@ -11,7 +11,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.calling.call_signature import takes
-from paged_attn.calling.evaluating import as_served
+from paged_attn.calling.plain_modes import as_served
 from paged_attn.engine.model.rows_of_logits import gives_last_alone, rows_of_logits
 from paged_attn.passes.fx.model_facts import max_positions, model_device, model_dtype
 from paged_attn.tolerances import LOGITS, LOGITS_16_BIT, row_errors, typical

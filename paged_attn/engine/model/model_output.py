@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.calling.call_signature import few_ids, plain_inputs, takes
-from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.left_as_it_was import left_as_it_was
+from paged_attn.calling.plain_modes import as_served
 from paged_attn.engine.model.auto_class import refuse_other_kinds
 from paged_attn.engine.model.rows_of_logits import forget_how, logits_in, logits_of_all
 from paged_attn.passes.fx.model_facts import is_vocabulary, max_positions, model_device

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.calling.call_signature import call_with_targets, plain_inputs, target_arguments
-from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.left_as_it_was import left_as_it_was
+from paged_attn.calling.plain_modes import as_served
 from paged_attn.tolerances import LOGITS, LOGITS_16_BIT, row_errors, typical
 
 _last_alone: WeakSet[nn.Module] = WeakSet()  # models that give the logits of the last token alone

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.calling.body import Body
-from paged_attn.calling.evaluating import as_served, evaluating
-from paged_attn.calling.plain_modes import plain_modes
+from paged_attn.calling.plain_modes import as_served, evaluating, plain_modes
 from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults
 from paged_attn.engine.requests.pooled_rows import KINDS, PoolingKind, PoolingParams
 from paged_attn.passes.fx.model_facts import model_device, model_dtype

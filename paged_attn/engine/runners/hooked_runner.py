@@ -15,8 +15,8 @@ from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.calling.call_signature import plain_inputs, takes, token_argument
-from paged_attn.calling.evaluating import as_served, evaluating
 from paged_attn.calling.hf_configs import attention_configs
+from paged_attn.calling.plain_modes import as_served, evaluating
 from paged_attn.check.hooked import HookedServed, TappedModel
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.compiled.options import CompileOptions

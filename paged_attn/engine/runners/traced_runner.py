@@ -21,8 +21,8 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 from paged_attn.calling.body import Body
 from paged_attn.calling.call_signature import few_ids, positions_are_optional, takes
-from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.left_as_it_was import left_as_it_was
+from paged_attn.calling.plain_modes import as_served
 from paged_attn.capture.inductor.pdl import pdl
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.runs.traced_served import TracedServed

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.batch.host_copy import copy_to_device
-from paged_attn.attn_ops.batch.packed_ints import PackedInts
+from paged_attn.attn_ops.batch.packed_ints import PackedInts, copy_to_device
 from paged_attn.backends.devices import has_triton
 from paged_attn.engine.sampling.forbidden import allow_only, forbid
 from paged_attn.engine.sampling.logprobs import logprobs_of

@@ -20,7 +20,7 @@ from paged_attn.backends.attention.capabilities import GraphSupport
 from paged_attn.capture.graphs.buckets import bucket_sizes, coarse_to_fine
 from paged_attn.capture.graphs.graph_set import CaptureSpec, GraphKey
 from paged_attn.capture.split.split_ops import is_split_op, split_ops
-from paged_attn.engine.lora.lora_slots import LoraSlots
+from paged_attn.engine.lora.lora_runner import LoraSlots
 from paged_attn.engine.runners.runner import Runner
 from paged_attn.engine.steps.future_tokens import FutureTokens, GreedyInGraph, forward
 from paged_attn.engine.steps.one_row_check import OneRowCheck

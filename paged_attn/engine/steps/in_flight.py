@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paged_attn.attn_ops.batch.host_copy import copy_to_device
+from paged_attn.attn_ops.batch.packed_ints import copy_to_device
 from paged_attn.engine.requests.pooled_rows import PooledPart, PooledRows
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.sampling.sampler import Sampler

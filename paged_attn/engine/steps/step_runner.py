@@ -19,7 +19,7 @@ from paged_attn.capture.graphs.buckets import BucketSizes
 from paged_attn.capture.graphs.graph_set import MIB, Captured, GraphKey, GraphSet, Prepare
 from paged_attn.capture.graphs.pointer_check import PointerCheck
 from paged_attn.capture.graphs.recorder import Recorder
-from paged_attn.engine.lora.lora_slots import LoraSlots
+from paged_attn.engine.lora.lora_runner import LoraSlots
 from paged_attn.engine.runners.runner import Runner
 from paged_attn.engine.steps.capture_report import CaptureReport
 from paged_attn.engine.steps.capture_specs import CaptureSettings, CaptureSpecs, extend_shape, full_shape

@@ -16,10 +16,10 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, Guar
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.calling.call_signature import few_ids, plain_inputs, takes
-from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.hf_configs import attention_implementation
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.calling.plain_configs import plain_configs
+from paged_attn.calling.plain_modes import as_served
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.engine.model.rows_of_logits import gives_last_alone, logits_in

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paged_attn.calling.plain_modes import autocasts
 from paged_attn.hf.cache_name import CACHE_NAMES
-from paged_attn.hf.compiled_generate.ragged_table import Lengths
+from paged_attn.hf.compiled_generate.ragged_cache import Lengths
 from paged_attn.hf.generate.refuse import says_something
 from paged_attn.passes.fx.model_facts import text_config
 

@@ -22,8 +22,7 @@ from paged_attn.engine.model.model_state import ModelState
 from paged_attn.engine.tracing.ropes_by_length import RopesByLength
 from paged_attn.hf.cache_name import CACHE_NAME, given_cache, output_with_cache, without_cache
 from paged_attn.hf.compiled_generate.call_rows import CallRows, Part, call_rows, steps, why_not
-from paged_attn.hf.compiled_generate.ragged_cache import RaggedCache, may_leave_pages, recomputed
-from paged_attn.hf.compiled_generate.ragged_table import Lengths, RaggedTable
+from paged_attn.hf.compiled_generate.ragged_cache import Lengths, RaggedCache, RaggedTable, may_leave_pages, recomputed
 from paged_attn.hf.generate.kept_engine import change_of, follows_model
 from paged_attn.hf.generate.refuse import generate_frame
 from paged_attn.hf.shared_pages import CacheFull, SharedPages

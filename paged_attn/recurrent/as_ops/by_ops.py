@@ -21,7 +21,7 @@ from paged_attn.attn_ops.specs.recurrent import StateSpec
 from paged_attn.backends.devices import architecture_of, device_word
 from paged_attn.backends.scans.base import ScanProblem
 from paged_attn.backends.selection.scans import ScanSelection, scans_backend, select_scan
-from paged_attn.calling.evaluating import evaluating
+from paged_attn.calling.plain_modes import evaluating
 from paged_attn.calling.reference_functions import forward_scopes
 from paged_attn.recurrent.as_ops.functions import FUNCTIONS, NoOpFits, layer_of_ops, ops_that_ran, replaced_functions
 from paged_attn.recurrent.layer import RecurrentLayer

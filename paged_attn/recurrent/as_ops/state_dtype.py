@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.calling.evaluating import evaluating
+from paged_attn.calling.plain_modes import evaluating
 from paged_attn.recurrent.as_ops.by_ops import apart, kind_of, scopes_of
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.verify import LIMIT_16_BIT

@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from paged_attn import __version__
-from paged_attn.asynchronous.status import Status
+from paged_attn.asynchronous.errors import Status
 from paged_attn.server.api.request_state import state_of
 
 router = APIRouter()

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 from paged_attn.asynchronous.errors import ServingError
 from paged_attn.asynchronous.job import Job
 from paged_attn.asynchronous.texts import Texts
-from paged_attn.chat.answers.answer_form import finish_reason
-from paged_attn.chat.answers.reader import AnswerReader, read_event
+from paged_attn.chat.answers.answer_form import AnswerReader, finish_reason, read_event
 from paged_attn.chat.parts import Content, Part, Reasoning
 from paged_attn.engine.requests.outputs import Completion, TokenEvent
 from paged_attn.server.api.bodies import Body, CompletionBody

@@ -13,8 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from paged_attn.asynchronous.errors import TOO_LONG, NotServingError, QueueFullError, QueueTimeoutError, ServingError
-from paged_attn.asynchronous.status import without_backtrace
+from paged_attn.asynchronous.errors import TOO_LONG, NotServingError, QueueFullError, QueueTimeoutError, ServingError, without_backtrace
 from paged_attn.chat.errors import RequestError
 from paged_attn.engine.model.model_limits import PromptTooLongError
 from paged_attn.shown import shown

@@ -16,8 +16,8 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.capabilities import Feature, Problem, unmet
-from paged_attn.backends.attention.flashinfer import trtllm, trtllm_mha, wrappers
-from paged_attn.backends.attention.flashinfer.trtllm_mha import TrtllmMhaBackend
+from paged_attn.backends.attention.flashinfer import trtllm, wrappers
+from paged_attn.backends.attention.flashinfer.trtllm import TrtllmMhaBackend
 from tests.backends.agreeing import REFERENCE, agree
 from tests.backends.flashinfer import fake_flashinfer
 from tests.backends.flashinfer.cases import F16
@@ -173,7 +173,7 @@ def test_a_pool_whose_page_stride_is_not_in_whole_heads(backend):
 
 
 def test_other_gpus_are_refused(backend, monkeypatch):
-    monkeypatch.setattr(trtllm_mha, "architecture_of", lambda device: 100)
+    monkeypatch.setattr(trtllm, "architecture_of", lambda device: 100)
     case = make_case(LENGTHS)
     with pytest.raises(UnsupportedError, match="runs on SM90; got SM100: not tested on SM100 by this project"):
         backend.plan(case.batch, case.pool)

@@ -13,7 +13,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.capabilities import Problem, unmet
 from paged_attn.backends.attention.flashinfer import trtllm, wrappers
-from paged_attn.backends.attention.flashinfer.trtllm_mla import TrtllmMlaBackend
+from paged_attn.backends.attention.flashinfer.trtllm import TrtllmMlaBackend
 from paged_attn.backends.attention.hybrid import hybrid_of
 from paged_attn.backends.attention.torch_native import TorchNativeBackend
 from tests.backends.flashinfer import fake_flashinfer

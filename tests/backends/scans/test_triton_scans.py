@@ -16,14 +16,14 @@ from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
 from tests.attn_ops.scans.problems import RECURRENCES, SLOTS, starts_of
 
 pytest.importorskip("triton")
-from paged_attn.backends.scans.triton import conv, kda, prompts, ssd, steps
+from paged_attn.backends.scans.triton import conv, prompts, ssd, steps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = {
     "short_conv": conv.step, "gated_delta_rule": steps.gated_delta, "kda": steps.gated_delta, "mamba2_scan": steps.mamba2,
     "mamba1_scan": steps.mamba1,
 }  # fmt: skip
-PROMPTS = {"gated_delta_rule": prompts.gated_delta, "kda": kda.kda, "mamba2_scan": ssd.mamba2, "mamba1_scan": prompts.mamba1}
+PROMPTS = {"gated_delta_rule": prompts.gated_delta, "kda": prompts.kda, "mamba2_scan": ssd.mamba2, "mamba1_scan": prompts.mamba1}
 NARROW = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no products of bfloat16
 CLOSE = {
     torch.float32: {"rtol": 2e-5, "atol": 2e-5},
@@ -116,7 +116,7 @@ def test_kda_of_any_decays(strongest: float, dtype: torch.dtype) -> None:
     states.append(states[0].clone())
     outputs = [torch.empty_like(value) for _ in range(2)]
     extends = Extends(starts_of(lengths), lengths, slots, fresh, value.device, {0: [StateCheckpoint(38, 5)]})
-    assert kda.kda(query, key, value, decay, learned, outputs[0], True, states[0], extends)
+    assert prompts.kda(query, key, value, decay, learned, outputs[0], True, states[0], extends)
     kda_extend(query, key, value, decay, learned, outputs[1], True, states[1], extends)
     for ours, truth in zip((outputs[0], states[0]), (outputs[1], states[1]), strict=True):
         assert float((ours.float() - truth.float()).norm() / truth.float().norm()) < (

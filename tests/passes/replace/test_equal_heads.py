@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_attn.passes.find.sdpa import find_sdpa
-from paged_attn.passes.replace.equal_heads import has_equal_heads
+from paged_attn.passes.replace.kv_heads import has_equal_heads
 from tests.passes.graphs import Toy, Traced, assert_ragged_equals_alone, trace
 
 

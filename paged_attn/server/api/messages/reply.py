@@ -10,7 +10,7 @@ from typing import Any
 from paged_attn.asynchronous.errors import ServingError
 from paged_attn.asynchronous.job import Job
 from paged_attn.asynchronous.texts import Texts
-from paged_attn.chat.answers.reader import read_event
+from paged_attn.chat.answers.answer_form import read_event
 from paged_attn.chat.parts import Content, Part, ToolCall
 from paged_attn.engine.requests.request import Request
 from paged_attn.server.api.messages.body import MessagesBody

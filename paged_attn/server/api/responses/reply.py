@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from paged_attn.asynchronous.errors import ServingError
 from paged_attn.asynchronous.job import Job
 from paged_attn.asynchronous.texts import Texts
-from paged_attn.chat.answers.reader import read_event
+from paged_attn.chat.answers.answer_form import read_event
 from paged_attn.chat.parts import Content, Part, Reasoning, ToolCall
 from paged_attn.server.api.responses.body import ReasoningSettings, ResponsesBody
 from paged_attn.server.api.responses.tools import names_in_namespaces, shown_tools
