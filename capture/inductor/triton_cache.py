@@ -1,4 +1,4 @@
-"""Where Triton keeps compiled kernels, and which assembler it uses: the same in every process."""
+"""Where Triton keeps compiled kernels, and which assembler it uses, the same in every process; the start of Inductor's processes."""
 
 from __future__ import annotations
 
@@ -26,3 +26,10 @@ def pin_triton_cache() -> None:
         from triton import knobs
 
         os.environ[VARIABLE] = str(knobs.cache.dir)
+
+
+def start_workers() -> None:
+    """Start them early, because they take some five seconds, during which Inductor would compile kernels one by one in this process."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.use_process_pool()

@@ -19,9 +19,8 @@ from paged_attn.asynchronous.request_limit import RequestLimit
 from paged_attn.asynchronous.snapshot import Observer
 from paged_attn.asynchronous.stream import Stream, together
 from paged_attn.asynchronous.texts import Texts, length_of
-from paged_attn.chat.completion import ChatCompletion, ChatEvent
 from paged_attn.chat.request import ChatRequest
-from paged_attn.chat.several import CHAT_SETTINGS, ChatEventReader, listed_conversations
+from paged_attn.chat.several import CHAT_SETTINGS, ChatCompletion, ChatEvent, ChatEventReader, listed_conversations
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.llm import LLM
 from paged_attn.engine.pooling.outputs import ClassValues, EmbeddingValues, PoolingOutput, ScoreValues

@@ -2,7 +2,6 @@
 
 In: a model. Out: context managers around its calls, and facts about its forward.
 Change: arguments of forward: `call_signature.py`; configs: `hf_configs.py`; a model without its head: `body.py`.
-Change: the caller's modes, and evaluation mode: `plain_modes.py`; restoring what a call changed: `left_as_it_was.py`.
-Change: compiled calls: `uncompiled.py`; replacing a forward temporarily: `replaced_forward.py`; transformers' own functions:
-`reference_functions.py`.
+Change: the caller's modes, and evaluation mode: `plain_modes.py`; restoring what a call or we changed: `left_as_it_was.py`.
+Change: compiled calls: `uncompiled.py`; transformers' own functions: `reference_functions.py`.
 """

@@ -1,8 +1,8 @@
-"""Calls a model and restores whatever its forward changed in it."""
+"""Calls a model and restores whatever its forward changed in it, or a forward that we replaced meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,3 +78,18 @@ def _set_attributes_back(name: str, module: nn.Module, before: dict[str, Any], c
             now[key] = before[key]
         else:
             del now[key]
+
+
+@contextmanager
+def replaced_forward(module: object, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `module` computes `forward`; afterwards its own instance attribute is back, if it had one, and else its class's method."""
+    missing = object()
+    before = vars(module).get("forward", missing)
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is missing:
+            vars(module).pop("forward", None)
+        else:
+            vars(module)["forward"] = before

@@ -4,5 +4,5 @@ In: messages, tools, and a tokenizer with its chat template. Out: the prompt's t
 parser of answers. `request.py` assembles them.
 Change: what is checked: `messages.py`, `tools.py`, `errors.py`; the template: `template.py`; the grammar of calls: `request.py`.
 Change: how answers are parsed: `answers/`, into `parts.py`; tags: `marks.py`; tool-call formats: `formats/`.
-Change: what callers receive: `completion.py`; several conversations: `several.py`.
+Change: several conversations, and what callers receive: `several.py`.
 """

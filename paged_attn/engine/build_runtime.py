@@ -28,8 +28,7 @@ from paged_attn.check.runs.steps import ProbeSettings, lengths_of_steps
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.steps_ahead import RunsWith
 from paged_attn.engine.config import MANY_EXPERTS, MANY_EXPERTS_STEP_TOKENS, EngineConfig
-from paged_attn.engine.lora.lora_check import check_adapters
-from paged_attn.engine.lora.lora_runner import LoraRunner, LoraSlots
+from paged_attn.engine.lora.lora_runner import LoraRunner, LoraSlots, check_adapters
 from paged_attn.engine.memory.grouped_kv import num_page_ids
 from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.runners.compilers import start_compilers

@@ -15,8 +15,7 @@ from torch import nn
 
 from paged_attn.backends.devices import checked_device
 from paged_attn.chat.answers.answer_form import AnswerForm
-from paged_attn.chat.completion import ChatCompletion, ChatEvent
-from paged_attn.chat.several import CHAT_SETTINGS, Chats, chat_events
+from paged_attn.chat.several import CHAT_SETTINGS, ChatCompletion, ChatEvent, Chats, chat_events
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.model.load_options import LoadOptions

@@ -15,8 +15,8 @@ from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.selection.select import select_for_pool
+from paged_attn.calling.left_as_it_was import replaced_forward
 from paged_attn.calling.plain_modes import autocasts
-from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.hf.cache_name import CACHE_NAME, given_cache
 from paged_attn.hf.compiled_generate.call_rows import CallRows, call_rows, more_than_tokens
 from paged_attn.hf.patch import Patched

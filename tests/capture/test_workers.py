@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch._inductor.async_compile import AsyncCompile
 
-from paged_attn.capture.inductor.workers import start_workers
+from paged_attn.capture.inductor.triton_cache import start_workers
 
 
 def test_they_are_asked_whether_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from paged_attn.backends.devices import default_device, has_triton
-from paged_attn.capture.inductor import workers as inductor
-from paged_attn.capture.inductor.triton_cache import pin_triton_cache
+from paged_attn.capture.inductor import triton_cache as inductor
 from paged_attn.engine.config import EngineConfig
 
 
@@ -21,7 +20,7 @@ def start_compilers(device: torch.device | str | None, config: EngineConfig) -> 
         return
     from paged_attn.backends.compiling.compile_ahead import start_workers
 
-    pin_triton_cache()  # first: they begin with this process's environment
+    inductor.pin_triton_cache()  # first: they begin with this process's environment
     start_workers()
     if config.inductor is not False:
         inductor.start_workers()

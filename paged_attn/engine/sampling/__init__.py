@@ -5,5 +5,5 @@ Change: the order of edits: `_edit` in `sampler.py`; settings on the device: `ro
 Change: penalties: `token_counts.py`; forbidden and allowed tokens, bad words: `forbidden.py`; processors: `process` in `sampler.py`.
 Change: schemas and grammars: `structured/`.
 Change: sampling: `sample_tokens.py`, and for a GPU `backends/sampling/`; seeds: `sampling_state.py`.
-Change: log-probabilities: `logprobs.py`; copies to the host, and scores of prompts: `sampler_output.py`.
+Change: log-probabilities, scores of prompts, copies to the host: `sampler_output.py`.
 """

@@ -11,10 +11,9 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.packed_ints import PackedInts, copy_to_device
 from paged_attn.backends.devices import has_triton
 from paged_attn.engine.sampling.forbidden import allow_only, forbid
-from paged_attn.engine.sampling.logprobs import logprobs_of
 from paged_attn.engine.sampling.row_settings import RowSettings
 from paged_attn.engine.sampling.sample_tokens import sample_tokens
-from paged_attn.engine.sampling.sampler_output import BAD_LOGITS, NONE_LEFT, SamplerOutput
+from paged_attn.engine.sampling.sampler_output import BAD_LOGITS, NONE_LEFT, SamplerOutput, logprobs_of
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import forbid_others
 from paged_attn.engine.sampling.token_counts import TokenCounts, penalised

@@ -21,7 +21,7 @@ from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.specs.experts import ACTIVATIONS, ExpertsSpec, Gating
 from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
-from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.calling.left_as_it_was import replaced_forward
 from paged_attn.compiled.experts_ahead import compile_experts_ahead
 from paged_attn.engine.tracing.experts_layout import FlatLayout, Layout, MovableWeights, Operands, layouts_of
 from paged_attn.parallel.own_experts import OwnExperts, WholeExperts, own_experts

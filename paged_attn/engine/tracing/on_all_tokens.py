@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from paged_attn.attn_ops.ops.module import MODULE_ON_ALL_TOKENS, register_module
+from paged_attn.calling.left_as_it_was import replaced_forward
 from paged_attn.calling.plain_modes import as_served
-from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.engine.tracing.module_calls import LENGTHS, watch_calls
 from paged_attn.recurrent.watching.watch import named_arguments, positional_names
 

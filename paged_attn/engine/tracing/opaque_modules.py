@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.ops.module import MODULE, register_module
-from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.calling.left_as_it_was import replaced_forward
 from paged_attn.engine.tracing.looping.calls import CallForm
 from paged_attn.engine.tracing.module_calls import watch_calls
 from paged_attn.engine.tracing.trace_failure import NotTraced

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.attn_ops.ops.positions import REQUEST_LENGTHS
-from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.calling.left_as_it_was import replaced_forward
 
 logger = logging.getLogger("paged_attn")
 LONGROPE, DYNAMIC = "longrope", "dynamic"

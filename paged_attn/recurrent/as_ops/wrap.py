@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
-from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.calling.left_as_it_was import replaced_forward
 from paged_attn.recurrent.as_ops.by_ops import scopes_of
 from paged_attn.recurrent.as_ops.functions import enter_layer, leave_layer, replaced_functions
 from paged_attn.recurrent.layer import RecurrentLayer

@@ -1,5 +1,5 @@
 """Early logits gather: drops rows whose logits are not wanted, as early in the graph as can be proved correct.
 
 In: a paged graph that returns all logits. Out: one that computes only the wanted rows from there on.
-Change: the pass: `gather.py`; the region and its proof: `row_region.py`, `gathered_region.py`; which ops keep rows apart: `row_ops.py`.
+Change: the pass, and the proof on random rows: `gather.py`; the region, and which ops keep rows apart: `row_region.py`.
 """

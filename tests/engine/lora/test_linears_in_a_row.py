@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
-from paged_attn.engine.lora import lora_check
+from paged_attn.engine.lora import lora_runner
 from tests.engine.lora.adapters import base
 from tests.oracle import greedy
 from tests.zoo.build import build
@@ -42,11 +42,11 @@ def test_both_have_adapters(merged: bool, tmp_path: Any) -> None:
 
 
 def test_models_with_states_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors, compare = [], lora_check.logits_apart
-    monkeypatch.setattr(lora_check, "logits_apart", lambda *given: errors.append(compare(*given)) or errors[-1])
+    errors, compare = [], lora_runner.logits_apart
+    monkeypatch.setattr(lora_runner, "logits_apart", lambda *given: errors.append(compare(*given)) or errors[-1])
     with LLM(build("kimi_linear"), **ROOM):
         assert len(errors) == 1 and errors[0][0] <= errors[0][1]
-    monkeypatch.setattr(lora_check, "_random_factors", lambda adapters: lora_check.ExitStack())  # of nothing: what lies there is zero
-    monkeypatch.setattr(lora_check, "logits_apart", lambda *given: (0.5, 0.1))
+    monkeypatch.setattr(lora_runner, "_random_factors", lambda adapters: lora_runner.ExitStack())  # of nothing: what lies there is zero
+    monkeypatch.setattr(lora_runner, "logits_apart", lambda *given: (0.5, 0.1))
     with pytest.raises(UnsupportedError, match=r"the graph of KimiLinearForCausalLM gives logits that are off by 0\.5"):
         LLM(build("kimi_linear"), **ROOM)

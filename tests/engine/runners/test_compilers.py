@@ -21,7 +21,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is begun, in order, on a machine with a GPU."""
     found: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(compilers, "pin_triton_cache", lambda: found.append("cache"))
+    monkeypatch.setattr(compilers.inductor, "pin_triton_cache", lambda: found.append("cache"))
     monkeypatch.setattr(compile_ahead, "start_workers", lambda: found.append("ours"))
     monkeypatch.setattr(compilers.inductor, "start_workers", lambda: found.append("Inductor's"))
     return found

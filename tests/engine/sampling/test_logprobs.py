@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from paged_attn import SamplingParams
-from paged_attn.engine.sampling import logprobs
-from paged_attn.engine.sampling.logprobs import logprobs_of
+from paged_attn.engine.sampling import sampler_output
+from paged_attn.engine.sampling.sampler_output import logprobs_of
 from tests.engine.models import make_llm, tiny, tokenizer
 from tests.tiny_models import VOCAB as VOCABULARY
 
@@ -27,7 +27,7 @@ def test_a_block_of_rows_at_a_time(monkeypatch: pytest.MonkeyPatch, dtype: torch
     whole = logprobs_of(logits, wanted, rows, tokens)
     seen, softmax = list[int](), torch.Tensor.log_softmax
     monkeypatch.setattr(torch.Tensor, "log_softmax", lambda self, dim: seen.append(len(self)) or softmax(self, dim))
-    monkeypatch.setattr(logprobs, "BLOCK_BYTES", 3 * 4 * VOCAB)
+    monkeypatch.setattr(sampler_output, "BLOCK_BYTES", 3 * 4 * VOCAB)
     cut = logprobs_of(logits, wanted, rows, tokens)
     assert seen == [3, 3, 1] and cut[:2] == whole[:2] == (list(wanted), list(wanted.values()))
     assert all(map(torch.equal, cut[2:], whole[2:]))

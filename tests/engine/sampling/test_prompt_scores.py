@@ -10,7 +10,7 @@ import torch
 
 from paged_attn import LLM, EngineConfig, SamplingParams
 from paged_attn.engine.requests.outputs import Completion
-from paged_attn.engine.sampling import logprobs, sampler_output
+from paged_attn.engine.sampling import sampler_output
 from paged_attn.engine.sampling.sampler_output import LOGITS_BYTES, PromptScores, ScoredTokens, score_rows
 from paged_attn.engine.steps.step_runner import StepOutput
 from tests.covering import every_pair
@@ -236,7 +236,7 @@ def test_logits_of_a_step_stay_within_the_budget(vocab: int) -> None:
 def test_a_long_prompt_never_has_all_its_logits_at_once(monkeypatch: pytest.MonkeyPatch, compiled: bool, overlap: bool) -> None:
     """With the budget of a vocabulary of a million: 64 rows of logits a step, however many tokens it may compute."""
     monkeypatch.setattr(sampler_output, "LOGITS_BYTES", 64 * 4 * VOCAB)
-    monkeypatch.setattr(logprobs, "BLOCK_BYTES", 8 * 4 * VOCAB)
+    monkeypatch.setattr(sampler_output, "BLOCK_BYTES", 8 * 4 * VOCAB)
     model = build("llama", tie_word_embeddings=False, max_position_embeddings=512)
     llm = LLM(model, config=EngineConfig(page_size=16, num_pages=64, overlap=overlap, compile=compiled))
     run, shapes, blocks = llm.engine.step_runner.run, [], []

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paged_attn.passes.fx.graph_tools import name_of, value_of
 from paged_attn.passes.fx.row_layout import has_rows
-from paged_attn.passes.optimize.logits_gather import gather, row_ops
+from paged_attn.passes.optimize.logits_gather import gather, row_region
 from paged_attn.passes.optimize.logits_gather.gather import gather_logits_early
 from tests.passes.graphs import VOCAB, Traced, copied, trace
 
@@ -209,8 +209,8 @@ def test_views_that_no_copy_allows_become_reshapes() -> None:
 
 def test_rows_that_numbers_refute_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were a table wrong, the graph would stay as it is."""
-    monkeypatch.setattr(row_ops, "_REDUCING", {*row_ops._REDUCING, "cumsum"})
-    monkeypatch.setattr(row_ops, "_ALONG", {})
+    monkeypatch.setattr(row_region, "_REDUCING", {*row_region._REDUCING, "cumsum"})
+    monkeypatch.setattr(row_region, "_ALONG", {})
     assert moved(lambda x, m, p: m.a(x).cumsum(1)) == []
     monkeypatch.setattr(gather, "agrees", lambda *_: True)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Tensor-likes are not close"):
@@ -218,7 +218,7 @@ def test_rows_that_numbers_refute_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shapes_that_do_not_follow_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_ops, "_kept", lambda node, rows, tokens: next(iter(rows.values())))
+    monkeypatch.setattr(row_region, "_kept", lambda node, rows, tokens: next(iter(rows.values())))
     assert moved(lambda x, m, p: m.a(x).sum(1, keepdim=True).expand(-1, x.shape[1], -1).exp()) == []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.calling.left_as_it_was import replaced_forward
 from paged_attn.engine.tracing.experts_as_ops import kind_of
 from paged_attn.engine.tracing.experts_layout import MovableWeights, is_hooked
 from paged_attn.engine.tracing.looping.calls import BlockCall, NotProved, calls_of

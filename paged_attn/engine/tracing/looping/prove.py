@@ -16,7 +16,7 @@ from paged_attn.attn_ops.errors import UnsupportedError, first_line
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
-from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.calling.left_as_it_was import replaced_forward
 from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, agrees
 from paged_attn.engine.tracing.experts_layout import Operands
 from paged_attn.engine.tracing.looping.calls import BlockCall, GivenTensor, NotProved

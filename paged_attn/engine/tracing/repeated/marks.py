@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.ops.define import define_op
-from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.calling.left_as_it_was import replaced_forward
 from paged_attn.engine.tracing.repeated.find import AlikeLayers
 
 TRACED = 2  # layers traced in each group
