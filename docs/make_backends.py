@@ -8,7 +8,7 @@ from pathlib import Path
 from docs import marked_tables
 from paged_attn.backends.needs import architecture_words
 from paged_attn.backends.selection.ranking import ROWS, Row
-from paged_attn.report.backend_matrix import experts_markdown, markdown_table, matrix_markdown, scans_markdown
+from paged_attn.report.backend_matrix import experts_rows, markdown_table, matrix_markdown, rows_markdown, scans_rows
 
 PAGE = Path(__file__).with_name("backends.md")
 
@@ -26,7 +26,8 @@ def _orders(names: tuple[str, ...], decode: tuple[str, ...]) -> str:
 
 def with_tables(text: str) -> str:
     """The page with its tables as the code has them now; ValueError without their marks."""
-    tables = {"orders": orders_markdown(), "matrix": matrix_markdown(), "experts": experts_markdown(), "scans": scans_markdown()}
+    kinds = {"experts": rows_markdown(experts_rows()), "scans": rows_markdown(scans_rows())}
+    tables = {"orders": orders_markdown(), "matrix": matrix_markdown(), **kinds}
     return marked_tables.with_tables(text, tables, "docs/backends.md")
 
 

@@ -18,14 +18,15 @@ from paged_attn.backends.selection.registry import backend_class, backend_names
 from paged_attn.report import backend_matrix
 from paged_attn.report.backend_matrix import (
     HEADERS,
-    MatrixRow,
+    attention_row,
+    attention_rows,
     available_here,
-    experts_markdown,
+    experts_rows,
     markdown_table,
     matrix_markdown,
-    matrix_rows,
     matrix_text,
-    scans_markdown,
+    rows_markdown,
+    scans_rows,
     text_table,
 )
 
@@ -45,31 +46,28 @@ FAST = Capabilities(
 
 
 def test_every_backend_has_a_row_that_states_all_its_capabilities() -> None:
-    rows = matrix_rows()
-    assert [row.backend for row in rows] == backend_names()
-    for row in rows:
-        assert len(row.cells) == len(HEADERS)
-        for feature in backend_class(row.backend).capabilities.features:
-            assert feature.name.lower().replace("_", "-") in row.features.split("; ")[0].split(", ")
-    assert "not chunk with window" in next(row.features for row in rows if row.backend == "fa3")
+    rows = {row["Backend"]: row for row in attention_rows()}
+    assert list(rows) == backend_names()
+    for name, row in rows.items():
+        assert tuple(row) == HEADERS
+        for feature in backend_class(name).capabilities.features:
+            assert feature.name.lower().replace("_", "-") in row["Features"].split("; ")[0].split(", ")
+    assert "not chunk with window" in rows["fa3"]["Features"]
     assert "backend='fa3,flashinfer'" in matrix_text()
     assert "torch_native" in matrix_text() and "torch_native" in matrix_markdown()
-    assert next(row.here for row in rows if row.backend == "torch_native").startswith("yes: cpu")
+    assert rows["torch_native"]["Here"].startswith("yes: cpu")
 
 
 def test_a_row_in_words() -> None:
-    row = MatrixRow.of("fast", FAST)
-    assert (row.devices, row.kv_dtypes, row.page_sizes, row.head_dims) == (
-        "cuda (SM80, SM90)",
-        "float8_e4m3fn",
-        "16 to 64 in steps of 16",
-        "any",
-    )
-    assert (row.features, row.graphs, row.needs) == ("fp8-kv, window", "decode: always", "no_such_package 2.0")
-    assert (row.phases, row.note) == ("both", "")
+    row = attention_row("fast", FAST)
+    expected = {
+        "Devices": "cuda (SM80, SM90)", "KV dtypes": "float8_e4m3fn", "Page sizes": "16 to 64 in steps of 16", "Head dims": "any",
+        "Features": "fp8-kv, window", "Graphs": "decode: always", "Needs": "no_such_package 2.0", "Phases": "both", "Note": "",
+    }  # fmt: skip
+    assert row | expected == row
     pairs = dataclasses.replace(FAST, head_dims=OneOf({64, 128}), dim_pairs=frozenset({(192, 128)}), phases=frozenset({"decode"}), note="a")
-    row = MatrixRow.of("fast", pairs)
-    assert (row.head_dims, row.phases, row.note) == ("64, 128, 192/128", "decode only", "a")
+    row = attention_row("fast", pairs)
+    assert row | {"Head dims": "64, 128, 192/128", "Phases": "decode only", "Note": "a"} == row
 
 
 def test_what_is_missing_here_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +114,8 @@ def test_a_module_that_can_not_be_imported_has_a_row(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(backend_matrix, "backend_names", lambda: ["acme"])
     monkeypatch.setattr(backend_matrix, "backend_class", load)
-    (row,) = matrix_rows()
-    assert (row.backend, row.here, row.devices) == ("acme", "no: its module cannot be imported: no module acme", "")
+    (row,) = attention_rows()
+    assert (row["Backend"], row["Here"], row["Devices"]) == ("acme", "no: its module cannot be imported: no module acme", "")
     assert "acme" in matrix_text() and "| acme |" in matrix_markdown()
 
 
@@ -143,7 +141,8 @@ def test_make_docs_writes_over_old_tables_and_nothing_else(monkeypatch: pytest.M
         assert text.startswith(f"One\n<!-- orders -->\n\n{headers}\n| Hopper (SM90) | fa3, ")
         assert "OUTDATED" not in text
         assert f"\ntwo\n<!-- matrix -->\n\n{matrix_markdown()}\n\n<!-- /matrix -->\nthree\n" in text
-        assert text.endswith(f"\n\n{experts_markdown()}\n\n<!-- /experts -->\n<!-- scans -->\n\n{scans_markdown()}\n\n<!-- /scans -->\n")
+        experts, scans = rows_markdown(experts_rows()), rows_markdown(scans_rows())
+        assert text.endswith(f"\n\n{experts}\n\n<!-- /experts -->\n<!-- scans -->\n\n{scans}\n\n<!-- /scans -->\n")
     with pytest.raises(ValueError, match="must hold <!-- orders --> and <!-- /orders --> once each"):
         script.with_tables("no marks")
 

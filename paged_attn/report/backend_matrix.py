@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 
 from paged_attn.backends.attention.capabilities import ANY_SIZE, PHASES, Capabilities, Feature
 from paged_attn.backends.devices import devices_here
@@ -21,59 +20,25 @@ HEADERS = (
     "Backend", "Devices", "Phases", "Dtypes", "KV dtypes", "Page sizes", "Head dims", "Group sizes", "Features", "Graphs", "Needs", "Note",
     "Here",
 )  # fmt: skip
-EXPERTS_HEADERS = ("Backend", "Devices", "Dtypes", "Needs", "Note", "Here")
-SCANS_HEADERS = ("Backend", "Ops", *EXPERTS_HEADERS[1:])
 PAIRS = "Two names are one backend for prefill and one for decode: backend='fa3,flashinfer'."
 GAP = "  "
+Row = dict[str, str]  # the cells of one backend, by column
 
 
-@dataclass(frozen=True)
-class MatrixRow:
-    """One backend in words, a field per column of HEADERS; `here` starts with "yes" or "no"."""
-
-    backend: str
-    devices: str
-    phases: str
-    dtypes: str
-    kv_dtypes: str
-    page_sizes: str
-    head_dims: str
-    group_sizes: str
-    features: str
-    graphs: str
-    needs: str
-    note: str
-    here: str
-
-    @classmethod
-    def of(cls, name: str, capabilities: Capabilities) -> MatrixRow:
-        devices, dtypes, needs, note, here = _needs_cells(capabilities)
-        conflicts = ("not " + " with ".join(sorted(map(feature_word, group))) for group in capabilities.conflicts)
-        return cls(
-            backend=name,
-            devices=devices,
-            phases="both" if capabilities.phases == PHASES else f"{names_of(capabilities.phases)} only",
-            dtypes=dtypes,
-            kv_dtypes=names_of(map(short_dtype, capabilities.kv_dtypes)),
-            page_sizes=_sizes(capabilities.page_sizes),
-            head_dims=", ".join(_head_dims(capabilities)),
-            group_sizes=_sizes(capabilities.group_sizes),
-            features="; ".join([names_of(map(feature_word, capabilities.features)) or "none", *sorted(conflicts)]),
-            graphs=", ".join(f"{phase}: {support.value}" for phase, support in capabilities.graphs.items()),
-            needs=needs,
-            note=note,
-            here=here,
-        )
-
-    @classmethod
-    def missing(cls, name: str, error: ImportError) -> MatrixRow:
-        """The row of a third party's backend whose module cannot be imported."""
-        unknown = {each.name: "" for each in fields(cls)}
-        return cls(**unknown | {"backend": name, "here": f"no: its module cannot be imported: {error}"})
-
-    @property
-    def cells(self) -> list[str]:
-        return [str(value) for value in vars(self).values()]
+def attention_row(name: str, capabilities: Capabilities) -> Row:
+    """A cell for each of HEADERS; that of "Here" starts with "yes" or "no"."""
+    conflicts = ("not " + " with ".join(sorted(map(feature_word, group))) for group in capabilities.conflicts)
+    cells = _needs_row(capabilities) | {
+        "Backend": name,
+        "Phases": "both" if capabilities.phases == PHASES else f"{names_of(capabilities.phases)} only",
+        "KV dtypes": names_of(map(short_dtype, capabilities.kv_dtypes)),
+        "Page sizes": _sizes(capabilities.page_sizes),
+        "Head dims": ", ".join(_head_dims(capabilities)),
+        "Group sizes": _sizes(capabilities.group_sizes),
+        "Features": "; ".join([names_of(map(feature_word, capabilities.features)) or "none", *sorted(conflicts)]),
+        "Graphs": ", ".join(f"{phase}: {support.value}" for phase, support in capabilities.graphs.items()),
+    }
+    return {column: cells[column] for column in HEADERS}
 
 
 def _head_dims(capabilities: Capabilities) -> list[str]:
@@ -84,15 +49,35 @@ def _head_dims(capabilities: Capabilities) -> list[str]:
     return words
 
 
-def matrix_rows() -> list[MatrixRow]:
-    """All registered backends, in the order of `backend_names`."""
+def attention_rows() -> list[Row]:
+    """All registered backends of attention, in the order of `backend_names`; of a module that cannot be imported, only that."""
     rows = []
     for name in backend_names():
         try:
-            rows.append(MatrixRow.of(name, backend_class(name).capabilities))
+            rows.append(attention_row(name, backend_class(name).capabilities))
         except ImportError as error:
-            rows.append(MatrixRow.missing(name, error))
+            rows.append({**dict.fromkeys(HEADERS, ""), "Backend": name, "Here": f"no: its module cannot be imported: {error}"})
     return rows
+
+
+def experts_rows() -> list[Row]:
+    return [{"Backend": name, **_needs_row(experts_backend(name).needs)} for name in EXPERTS]
+
+
+def scans_rows() -> list[Row]:
+    backends = [(name, scans_backend(name)) for name in SCANS]
+    return [{"Backend": name, "Ops": "all" if each.ops == OPS else names_of(each.ops), **_needs_row(each.needs)} for name, each in backends]
+
+
+def _needs_row(needs: Needs) -> Row:
+    """What all kinds of backends say of themselves."""
+    return {
+        "Devices": names_of(needs.devices) + (f" ({architecture_words(needs.architectures)})" if needs.architectures else ""),
+        "Dtypes": names_of(map(short_dtype, needs.dtypes)),
+        "Needs": ", ".join(map(requirement_words, needs.requirements)) or "nothing",
+        "Note": needs.note,
+        "Here": available_here(needs),
+    }
 
 
 def matrix_text(width: int = 100) -> str:
@@ -100,61 +85,38 @@ def matrix_text(width: int = 100) -> str:
 
     The tables are at most `width` wide, and install lines, which are to be copied, are whole.
     """
-    rows = [row.cells for row in matrix_rows()]
-    tables = []
-    for names in (
-        ("Backend", "Here", "Devices", "Phases", "Graphs", "Needs"),
-        ("Backend", "Dtypes", "KV dtypes", "Page sizes", "Head dims", "Group sizes"),
-        ("Backend", "Features"),
-        ("Backend", "Note"),
-    ):
-        columns = [HEADERS.index(name) for name in names]
-        tables.append(text_table(names, [[row[i] for i in columns] for row in rows], width))
+
+    def table(rows: Sequence[Row], *columns: str) -> str:
+        return text_table(columns, [[row[column] for column in columns] for row in rows], width)
+
+    rows, scans = attention_rows(), scans_rows()
     legend = "\n".join(f"  {word:<15}{meaning}" for word, meaning in _legend())
-    experts = text_table(EXPERTS_HEADERS, experts_cells(), width)
-    found = scans_cells()
-    halves = ([0, 1, 3, 4], [0, 2, 5, 6])  # side by side they are too wide
-    scans = "\n\n".join(text_table([SCANS_HEADERS[i] for i in part], [[row[i] for i in part] for row in found], width) for part in halves)
-    parts = [*tables, f"Features:\n{legend}", PAIRS, f"Experts, by experts_backend:\n\n{experts}"]
-    parts.append(f"Recurrences, by scans_backend:\n\n{scans}")
+    parts = [
+        table(rows, "Backend", "Here", "Devices", "Phases", "Graphs", "Needs"),
+        table(rows, "Backend", "Dtypes", "KV dtypes", "Page sizes", "Head dims", "Group sizes"),
+        table(rows, "Backend", "Features"),
+        table(rows, "Backend", "Note"),
+        f"Features:\n{legend}",
+        PAIRS,
+        f"Experts, by experts_backend:\n\n{table(experts_rows(), 'Backend', 'Devices', 'Dtypes', 'Needs', 'Note', 'Here')}",
+        f"Recurrences, by scans_backend:\n\n{table(scans, 'Backend', 'Ops', 'Dtypes', 'Needs')}",  # side by side both are too wide
+        table(scans, "Backend", "Devices", "Note", "Here"),
+    ]
     if lines := _install_lines():
         parts.append("\n".join(["To install:", *lines]))
     return "\n\n".join(parts)
 
 
 def matrix_markdown() -> str:
-    """For the documentation: the same on every machine, and so without the column "Here"."""
-    rows = [row.cells[:-1] for row in matrix_rows()]
+    """For the documentation: attention's rows and what its feature words mean."""
     legend = "\n".join(f"- `{word}`: {meaning}" for word, meaning in _legend())
-    return f"{markdown_table(HEADERS[:-1], rows)}\n\n{legend}"
+    return f"{rows_markdown(attention_rows())}\n\n{legend}"
 
 
-def experts_cells() -> list[list[str]]:
-    """The backends for experts: a cell per column of EXPERTS_HEADERS."""
-    return [[name, *_needs_cells(experts_backend(name).needs)] for name in EXPERTS]
-
-
-def scans_cells() -> list[list[str]]:
-    """The backends for scans: a cell per column of SCANS_HEADERS."""
-    backends = [(name, scans_backend(name)) for name in SCANS]
-    return [[name, "all" if each.ops == OPS else names_of(each.ops), *_needs_cells(each.needs)] for name, each in backends]
-
-
-def _needs_cells(needs: Needs) -> list[str]:
-    """What all kinds of backends say of themselves: the columns of EXPERTS_HEADERS after the first."""
-    devices = names_of(needs.devices) + (f" ({architecture_words(needs.architectures)})" if needs.architectures else "")
-    packages = ", ".join(map(requirement_words, needs.requirements)) or "nothing"
-    return [devices, names_of(map(short_dtype, needs.dtypes)), packages, needs.note, available_here(needs)]
-
-
-def experts_markdown() -> str:
-    """For the documentation, without the column "Here"."""
-    return markdown_table(EXPERTS_HEADERS[:-1], [row[:-1] for row in experts_cells()])
-
-
-def scans_markdown() -> str:
-    """As `experts_markdown`."""
-    return markdown_table(SCANS_HEADERS[:-1], [row[:-1] for row in scans_cells()])
+def rows_markdown(rows: Sequence[Row]) -> str:
+    """For the documentation: the same on every machine, and so without the column "Here"."""
+    columns = [column for column in rows[0] if column != "Here"]
+    return markdown_table(columns, [[row[column] for column in columns] for row in rows])
 
 
 def available_here(capabilities: Needs) -> str:

@@ -71,9 +71,8 @@ class Children:
 
 def test_on_a_gpu_each_backend_that_can_run_computes_something(monkeypatch: pytest.MonkeyPatch) -> None:
     from paged_attn.report import backend_matrix
-    from paged_attn.report.backend_matrix import MatrixRow
 
-    row = MatrixRow.of("x", PLAIN)
+    row = backend_matrix.attention_row("x", PLAIN)
     heres = {
         "fa3": "yes: cuda",
         "triton": "yes: cuda",
@@ -81,8 +80,8 @@ def test_on_a_gpu_each_backend_that_can_run_computes_something(monkeypatch: pyte
         "torch_native": "yes: cpu, cuda",
         "flashinfer": "yes: cuda",
     }
-    rows = [type(row)(**{**vars(row), "backend": name, "here": here}) for name, here in heres.items()]
-    monkeypatch.setattr(backend_matrix, "matrix_rows", lambda: rows)
+    rows = [row | {"Backend": name, "Here": here} for name, here in heres.items()]
+    monkeypatch.setattr(backend_matrix, "attention_rows", lambda: rows)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     children = Children(
         monkeypatch, fa3=("compiling\n1e-03 2e-02\n", None), triton=("0.5 0.02", None), torch_native=("nan 0.02", None),

@@ -112,11 +112,11 @@ def _backends() -> list[Finding]:
     import torch
 
     from paged_attn.backends.selection.ranking import ORACLE
-    from paged_attn.report.backend_matrix import matrix_rows
+    from paged_attn.report.backend_matrix import attention_rows
 
-    rows = [row for row in matrix_rows() if row.backend != ORACLE]
+    found = {row["Backend"]: row["Here"] for row in attention_rows()}
     gpu = torch.cuda.is_available()
-    return [_backend(row.backend, row.here, gpu and row.here.startswith("yes") and "cuda" in row.here) for row in rows]
+    return [_backend(name, here, gpu and here.startswith("yes") and "cuda" in here) for name, here in found.items() if name != ORACLE]
 
 
 def _backend(name: str, here: str, test: bool) -> Finding:
