@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.devices import device_name
 from paged_attn.backends.selection.packages import PACKAGES, unmet_requirement
@@ -261,11 +262,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{record['gpu']}; ceilings: " + ", ".join(f"{k} {v:,.0f} {units[k]}" for k, v in record["ceilings"].items()), flush=True)
     for name, reason in missing.items():
         print(f"{name}: {reason}", flush=True)
+    spec = AttentionSpec(args.q_heads, args.kv_heads, args.head_dim, args.head_dim, args.head_dim**-0.5)
     for name, kind, requests, shared in chosen:
         problem = TimedProblem(
-            "prefill" if requests[0][1] > 1 else "decode", requests, args.q_heads, args.kv_heads, args.head_dim, args.head_dim,
-            args.page_size, getattr(torch, args.dtype), shared=shared,
-        )  # fmt: skip
+            "prefill" if requests[0][1] > 1 else "decode", requests, spec, args.page_size, getattr(torch, args.dtype), shared
+        )
         kv = [cached + new for cached, new in requests]
         record["shapes"][name] = {"requests": len(kv), "new": problem.num_tokens, "kv": sum(kv), "shortest": min(kv), "longest": max(kv)}
         rows = measure(name, kind, problem, backends, args)

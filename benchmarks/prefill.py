@@ -26,6 +26,7 @@ from kernels import add_ratios, ceilings, line_of, made_backends, measure
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.triton.backend import TritonBackend
 from paged_attn.backends.devices import device_name
@@ -128,7 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         heads = HEADS.get(dims, (32, 8))
         backends = dict(backends_for(dims, others, args.tilings)) if cuda else others
         for count, length in PROMPTS if cuda else ((1, 20), (2, 7)):
-            problem = TimedProblem("prefill", ((0, length),) * count, *heads, qk, v, args.page_size, torch.bfloat16)
+            spec = AttentionSpec(*heads, qk, v, qk**-0.5)
+            problem = TimedProblem("prefill", ((0, length),) * count, spec, args.page_size, torch.bfloat16)
             shape = f"{dims} {count} x {length:,}"
             found = measure(shape, "prefill", problem, backends, args)
             add_ratios(found, ceiling)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -16,13 +14,14 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.capabilities import Problem
 from paged_attn.backends.devices import architecture_of, device_word
 
+LLAMA_8B = AttentionSpec(32, 8, 128, 128, scale=128**-0.5)  # a layer of Llama 3.1 8B
+
 
 @dataclass(frozen=True)
 class TimedProblem:
     """One layer of one step. `requests`: (cached, new) tokens of each; in a problem of kind "decode" each has one new token.
 
-    The other fields are those of `AttentionSpec`; scale is `qk_head_dim ** -0.5` unless given. K and V have the dtype of the queries.
-    All requests share their first `shared` tokens, in the same pages.
+    K and V have the dtype of the queries. All requests share their first `shared` tokens, in the same pages.
 
     Raises:
         ValueError: no requests; a request without a new token; a decode without context or with several new tokens; shared tokens that end
@@ -31,19 +30,9 @@ class TimedProblem:
 
     kind: Literal["decode", "prefill"]
     requests: tuple[tuple[int, int], ...]
-    num_q_heads: int = 32
-    num_kv_heads: int = 8
-    qk_head_dim: int = 128
-    v_head_dim: int = 128
+    spec: AttentionSpec = LLAMA_8B
     page_size: int = 16
     dtype: torch.dtype = torch.bfloat16
-    scale: float | None = None
-    causal: bool = True
-    sliding_window: int | None = None
-    chunk: int | None = None
-    softcap: float | None = None
-    has_sinks: bool = False
-    alibi_slopes: tuple[float, ...] | None = None
     shared: int = 0
 
     def __post_init__(self) -> None:
@@ -60,12 +49,6 @@ class TimedProblem:
                 f"{self.shared} tokens cannot be shared by requests of {fewest} cached tokens or more; allowed are multiples of the "
                 f"page size, {self.page_size}, that all have cached"
             )
-
-    @cached_property
-    def spec(self) -> AttentionSpec:
-        names = {f.name for f in dataclasses.fields(AttentionSpec)} & {f.name for f in dataclasses.fields(self)}
-        given = {name: getattr(self, name) for name in names}
-        return AttentionSpec(**given | {"scale": self.qk_head_dim**-0.5 if self.scale is None else self.scale})
 
     def layer_problem(self, device: torch.device) -> Problem:
         """The problem for `capabilities.unmet`."""
@@ -91,14 +74,14 @@ class TimedProblem:
         """KV that any query sees, queries and output, each once. Shared tokens count as seen by all requests, whatever the window."""
         seen = sum(int(last.max() - first.min()) + 1 for first, last in map(self._view, self.requests))
         seen -= self._again
-        rows = self.num_tokens * self.num_q_heads * (self.qk_head_dim + self.v_head_dim) * self.dtype.itemsize
+        rows = self.num_tokens * self.spec.num_q_heads * self._dims * self.dtype.itemsize
         return seen * self._token_bytes + rows + (self.bytes_written if with_write else 0)
 
     @property
     def flops(self) -> int:
         """Two operations per multiplication of q.k and of p.v, per visible (query, key) pair."""
         pairs = sum(int((last - first + 1).sum()) for first, last in map(self._view, self.requests))
-        return 2 * (self.qk_head_dim + self.v_head_dim) * self.num_q_heads * pairs
+        return 2 * self._dims * self.spec.num_q_heads * pairs
 
     @property
     def _again(self) -> int:
@@ -106,13 +89,17 @@ class TimedProblem:
 
     @property
     def _token_bytes(self) -> int:
-        return self.num_kv_heads * (self.qk_head_dim + self.v_head_dim) * self.dtype.itemsize
+        return self.spec.num_kv_heads * self._dims * self.dtype.itemsize
+
+    @property
+    def _dims(self) -> int:
+        return self.spec.qk_head_dim + self.spec.v_head_dim
 
     def _view(self, request: tuple[int, int]) -> tuple[NDArray[Any], NDArray[Any]]:
         """First and last key that each of a request's queries sees."""
-        end = sum(request)
+        spec, end = self.spec, sum(request)
         query = np.arange(request[0], end)
-        last = query if self.causal else np.full_like(query, end - 1)
-        if self.chunk is not None:
-            last = np.minimum(last, query // self.chunk * self.chunk + self.chunk - 1)
-        return Retention(self.sliding_window, self.chunk).first(query), last
+        last = query if spec.causal else np.full_like(query, end - 1)
+        if spec.chunk is not None:
+            last = np.minimum(last, query // spec.chunk * spec.chunk + spec.chunk - 1)
+        return Retention(spec.sliding_window, spec.chunk).first(query), last

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.kernels import time_writes
 from paged_attn.attn_ops.batch.batch import ForwardMode
+from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.capabilities import Feature, unmet
 from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.torch_native import TorchNativeBackend
@@ -17,7 +18,7 @@ from paged_attn.backends.timing.run import ROUNDS, Turn, sample_in_turns
 from paged_attn.backends.timing.time_backends import TimedProblem, Timing, relative_error, row_attention, time_backends
 
 CPU = torch.device("cpu")
-SMALL = {"num_q_heads": 4, "num_kv_heads": 2, "qk_head_dim": 16, "v_head_dim": 16, "page_size": 4, "dtype": torch.float32}
+SMALL = {"spec": AttentionSpec(4, 2, 16, 16, scale=0.25), "page_size": 4, "dtype": torch.float32}
 DECODE = TimedProblem("decode", ((40, 1), (3, 1), (63, 1)), **SMALL)
 PREFILL = TimedProblem("prefill", ((4, 7), (3, 1), (0, 9)), **SMALL)
 FEATURES = {
@@ -36,11 +37,15 @@ FEATURES = {
 }
 
 
+def of_layer(problem: TimedProblem, **changes) -> TimedProblem:
+    return dataclasses.replace(problem, spec=dataclasses.replace(problem.spec, **changes))
+
+
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("problem", [DECODE, PREFILL], ids=lambda p: p.kind)
 def test_the_device_reference_equals_the_oracle(problem, feature, monkeypatch):
     monkeypatch.setattr("paged_attn.backends.timing.time_backends.SCORE_BYTES", 4 * 4 * 4 * 16 * 3)  # three queries of 16 keys at once
-    inputs = Inputs.make(dataclasses.replace(problem, **FEATURES[feature]), "cpu")
+    inputs = Inputs.make(of_layer(problem, **FEATURES[feature]), "cpu")
     inputs.store_new()
     layer = inputs.num_sets - 1
     plan, call = ReferenceBackend().plan(inputs.batch, inputs.pool), inputs.call(layer)
@@ -68,7 +73,7 @@ def test_shared_tokens_lie_in_the_same_pages_and_count_once():
 @pytest.mark.parametrize("feature", [f for f in FEATURES if f not in ("plain", "unequal_dims")])
 def test_the_device_reference_sees_each_feature(feature):
     """Negative control: on the same numbers, the plain layer gives others."""
-    inputs = Inputs.make(dataclasses.replace(PREFILL, **FEATURES[feature]), "cpu")
+    inputs = Inputs.make(of_layer(PREFILL, **FEATURES[feature]), "cpu")
     inputs.store_new()
     with_feature = row_attention(inputs, 0)
     plain = dataclasses.replace(PREFILL.spec, kv_layer=0)
@@ -77,18 +82,19 @@ def test_the_device_reference_sees_each_feature(feature):
 
 
 def visible(problem: TimedProblem, cached: int, new: int) -> list[list[int]]:
-    end, window, chunk = cached + new, problem.sliding_window or 10**9, problem.chunk or 10**9
+    spec, end = problem.spec, cached + new
+    window, chunk = spec.sliding_window or 10**9, spec.chunk or 10**9
     return [
-        [j for j in range(end if not problem.causal else i + 1) if i - window < j and i // chunk == j // chunk] for i in range(cached, end)
+        [j for j in range(end if not spec.causal else i + 1) if i - window < j and i // chunk == j // chunk] for i in range(cached, end)
     ]
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("problem", [DECODE, PREFILL], ids=lambda p: p.kind)
 def test_operations_and_bytes_by_counting(problem, feature):
-    problem = dataclasses.replace(problem, **FEATURES[feature])
+    problem = of_layer(problem, **FEATURES[feature])
     views = [visible(problem, *request) for request in problem.requests]
-    dims = problem.qk_head_dim + problem.v_head_dim
+    dims = problem.spec.qk_head_dim + problem.spec.v_head_dim
     assert problem.flops == 2 * dims * 4 * sum(len(keys) for view in views for keys in view)
     keys = sum(len(set().union(*map(set, view))) for view in views)
     assert problem.bytes_moved() == 4 * (keys * 2 * dims + problem.num_tokens * 4 * dims)
@@ -187,7 +193,7 @@ class Recorder(TorchNativeBackend):
             plan.pool.key(call.layer_id)[plan.slot_pages[-1], plan.slot_offsets[-1], 0, 0] += 1
 
 
-@pytest.mark.parametrize("problem", [DECODE, PREFILL, dataclasses.replace(DECODE, has_sinks=True)], ids=["decode", "prefill", "sinks"])
+@pytest.mark.parametrize("problem", [DECODE, PREFILL, of_layer(DECODE, has_sinks=True)], ids=["decode", "prefill", "sinks"])
 def test_a_time_for_each_that_is_right(problem):
     timings = time_backends({"b": TorchNativeBackend(), "a": ReferenceBackend()}, problem, min_ms=1, device="cpu")
     assert list(timings) == ["b", "a"]
@@ -225,7 +231,7 @@ def test_what_does_not_fit_is_not_run():
         )
 
     backend = NoWindow()
-    timing = time_backends({"x": backend}, dataclasses.replace(DECODE, sliding_window=3), min_ms=1, device="cpu")["x"]
+    timing = time_backends({"x": backend}, of_layer(DECODE, sliding_window=3), min_ms=1, device="cpu")["x"]
     assert timing.error == "no sliding window" and not backend.calls
 
 

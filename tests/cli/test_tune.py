@@ -68,7 +68,8 @@ def test_it_times_what_fits_prints_a_table_and_writes_what_auto_then_goes_by(
         (["fa3", "triton", "trtllm_mha"], "decode", ((127, 1),) * 2),
     ]
     _, problem, min_ms, device = clock.calls[0]
-    assert (problem.num_q_heads, problem.num_kv_heads, problem.qk_head_dim, problem.v_head_dim) == (32, 8, 128, 128)
+    spec = problem.spec
+    assert (spec.num_q_heads, spec.num_kv_heads, spec.qk_head_dim, spec.v_head_dim, spec.scale) == (32, 8, 128, 128, 128**-0.5)
     assert (problem.page_size, problem.dtype, min_ms, device) == (16, torch.bfloat16, 5.0, torch.device("cpu"))
     out, err = capsys.readouterr()
     assert "Test GPU: 32 heads over 8 KV, dim 128" in out and "without flashinfer: no_flashinfer 2.0 is not installed" in out

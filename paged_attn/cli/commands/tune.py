@@ -107,14 +107,11 @@ def measure(
     from paged_attn.backends.timing.time_backends import TimedProblem, time_backends
 
     times: Times = {"extend": {}, "decode": {}}
-    spec = shape.spec
     for number, step in enumerate(steps, 1):
         able = {name: each for name, each in backends.items() if not required.reasons(name, frozenset({step.phase}))}
         print(f"[{number}/{len(steps)}] {PHASE_WORDS[step.phase]} {step.label}: {', '.join(able)}", file=sys.stderr, flush=True)
         kind: Literal["decode", "prefill"] = "decode" if step.phase == "decode" else "prefill"
-        problem = TimedProblem(
-            kind, step.requests, spec.num_q_heads, spec.num_kv_heads, spec.qk_head_dim, spec.v_head_dim, shape.page_size, shape.dtype
-        )
+        problem = TimedProblem(kind, step.requests, shape.spec, shape.page_size, shape.dtype)
         try:
             found = time_backends(able, problem, min_ms=min_ms, device=device)
         except torch.OutOfMemoryError as error:
