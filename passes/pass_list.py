@@ -23,7 +23,7 @@ from paged_attn.passes.optimize.dense_experts import replace_dense_experts
 from paged_attn.passes.optimize.linears.float32_products import use_linear_float32
 from paged_attn.passes.optimize.linears.gemv import use_gemv
 from paged_attn.passes.optimize.linears.merge import merge_linears
-from paged_attn.passes.optimize.logits_gather.gather import gather_logits_early
+from paged_attn.passes.optimize.logits_gather import gather_logits_early
 from paged_attn.passes.optimize.routing import fuse_routing
 from paged_attn.passes.optimize.scan_operands import read_columns_in_place, read_unrepeated_heads
 from paged_attn.passes.optimize.stacked_experts import keep_stacked

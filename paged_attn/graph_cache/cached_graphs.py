@@ -28,8 +28,7 @@ from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.graph_cache.entries import Entries
 from paged_attn.graph_cache.record import record_of, restored
 from paged_attn.hashing.code_files import module_digest, modules_of
-from paged_attn.hashing.model_text import model_text
-from paged_attn.hashing.owned_tensors import OwnedTensors
+from paged_attn.hashing.model_text import OwnedTensors, model_text
 from paged_attn.hashing.stable_hasher import Indescribable, StableHasher, tensor_digest
 from paged_attn.hf.patch import register_attention
 from paged_attn.passes.fx.model_facts import model_device

@@ -21,7 +21,7 @@ from paged_attn.compiled.graph_inputs import PER_CALL, GraphInputs
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import CompiledGraph, recurrent_layer_ids
 from paged_attn.graph_cache.graph_data import Data, graph_data, graph_of
-from paged_attn.hashing.owned_tensors import OwnedTensors
+from paged_attn.hashing.model_text import OwnedTensors
 from paged_attn.hashing.stable_hasher import Indescribable
 from paged_attn.passes.find.attention_site import modules_of
 from paged_attn.passes.fx.call_form import CallForm

@@ -2,5 +2,5 @@
 
 In: a model, or any Python value. Out: text and hashes, which name graphs on disk.
 Change: which parts of a model count: `model_text.py`; of live values: `stable_hasher.py`; of code: `code_text.py`.
-Change: which files a trace went through: `code_files.py`; the names of tensors: `owned_tensors.py`.
+Change: which files a trace went through: `code_files.py`; the names of tensors: `model_text.py`.
 """

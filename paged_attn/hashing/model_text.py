@@ -1,9 +1,13 @@
-"""A model as text: everything that its trace may depend on, except the values of its parameters and the code in its files."""
+"""A model as text: everything that its trace may depend on, except the values of its parameters and the code in its files.
+
+Its tensors are named by paths that lead to them in any process.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +21,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
 _OURS = ("paged_attn.parallel.local_forwards", "paged_attn.parallel.own_experts")
 _REPLACED = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "_compiled_call_impl")
+Path = list[str]  # path of the module, then the attribute
 
 
 def model_text(model: nn.Module) -> str:
@@ -91,3 +96,41 @@ def tensor_facts(tensor: Tensor, storages: dict[int, int]) -> str:
         f"{type(tensor).__name__} {tensor.dtype} {tensor.device} {tuple(tensor.shape)} {tensor.stride()} {tensor.storage_offset()} "
         f"memory {number} of {memory.nbytes()} bytes {flags} {extra}"
     )
+
+
+class OwnedTensors:
+    """Parameters, buffers and tensors that are plain attributes of modules; of tensors that are views of the same memory the first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._paths: dict[Any, Path] = {}
+        for path, tensor in _found(model):
+            self._paths.setdefault(_identity(tensor), path)
+
+    def path_of(self, tensor: Tensor) -> Path:
+        """Raises Indescribable for a tensor that is none of the model's modules' own."""
+        try:
+            return self._paths[_identity(tensor)]
+        except KeyError:
+            raise Indescribable(f"a tensor of shape {list(tensor.shape)} that is not an attribute of a module") from None
+
+    @staticmethod
+    def at(model: nn.Module, path: Path) -> Tensor:
+        """The tensor as a trace is given it; AttributeError or TypeError if there is none."""
+        module, name = path
+        tensor = getattr(model.get_submodule(module), name)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{module}.{name} is a {type(tensor).__name__}")
+        return tensor.detach() if getattr(tensor, "_is_buffer", False) else tensor  # as `plain_buffers` hands it to the trace
+
+
+def _found(model: nn.Module) -> Iterator[tuple[Path, Tensor]]:
+    for path, module in model.named_modules():
+        for named in (module._parameters, module._buffers, module.__dict__):
+            for name, value in named.items():
+                if isinstance(value, Tensor):
+                    yield [path, name], value
+
+
+def _identity(tensor: Tensor) -> Any:
+    # Not the object: buffers are traced as other tensors of the same memory.
+    return (isinstance(tensor, nn.Parameter), tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride())

@@ -155,10 +155,6 @@ def _auto_backend(model: nn.Module, graphs: list[CompiledGraph]) -> tuple[str | 
     return selection.backend.name, f"{selection.describe()} [what 'auto' picks for page size {PAGE_SIZE}]"
 
 
-if TYPE_CHECKING:
-    from paged_attn.engine.engine import Engine
-
-
 def memory_lines(engine: Engine) -> list[str]:
     """How pages and recurrent states share the memory, and who has the states now; how long keys last; then `page_lines`."""
     kv, slots = engine.kv, engine.budget.slots

@@ -20,7 +20,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paged_attn import LLM, EngineConfig, SamplingParams
-from paged_attn.attn_ops.kv.grouped_allocator import GroupedAllocator
+from paged_attn.attn_ops.kv.page_allocator import GroupedAllocator
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine import build_runtime
 from paged_attn.engine.engine import Engine

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paged_attn.attn_ops.kv.grouped_allocator import GroupedAllocator
 from paged_attn.attn_ops.kv.layer_groups import LayerGroup, Retention
+from paged_attn.attn_ops.kv.page_allocator import GroupedAllocator
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.memory.budget import NO_STATE, StateSlots, frames_of_request

@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from paged_attn.attn_ops.kv.grouped_allocator import GroupedAllocator
 from paged_attn.attn_ops.kv.kv_pool import KVPool, page_elements
 from paged_attn.attn_ops.kv.layer_groups import LayerGroup, Retention, group_layers
-from paged_attn.attn_ops.kv.page_allocator import OutOfPages
+from paged_attn.attn_ops.kv.page_allocator import GroupedAllocator, OutOfPages
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 from paged_attn.engine.config import EngineConfig

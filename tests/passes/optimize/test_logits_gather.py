@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from paged_attn.passes.fx.graph_tools import name_of, value_of
 from paged_attn.passes.fx.row_layout import has_rows
-from paged_attn.passes.optimize.logits_gather import gather, row_region
-from paged_attn.passes.optimize.logits_gather.gather import gather_logits_early
+from paged_attn.passes.optimize import logits_gather as gather
+from paged_attn.passes.optimize import row_region
+from paged_attn.passes.optimize.logits_gather import gather_logits_early
 from tests.passes.graphs import VOCAB, Traced, copied, trace
 
 Use = Callable[[Tensor, Any, Tensor], Any]

@@ -23,7 +23,7 @@ from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import call, call_of_value, call_with_value, depends_on, remove_dead_code, shape_at, symbol, value_of
 from paged_attn.passes.fx.row_layout import MISFITS, Rows, plain_rows, times, with_tokens
 from paged_attn.passes.fx.token_data import Lookup, lookup_of
-from paged_attn.passes.optimize.logits_gather.row_region import RowRegion, find_row_region, is_moving
+from paged_attn.passes.optimize.row_region import RowRegion, find_row_region, is_moving
 
 aten = torch.ops.aten
 TOKENS, PICKED = 7, (5, 0, 5, 2)
