@@ -6,7 +6,9 @@
 A load is clients x requests : prompt tokens + new tokens. Prompts are random token ids, so that no two share a prefix; decoding is greedy,
 and end tokens are ignored. Prints and writes new tokens per second, and percentiles of the time to the first token, between two reads
 that brought tokens, and of whole requests. An answer with another number of tokens than wanted is an error. `--no-stream` asks for whole
-answers. The client reads sockets by itself, without a library: clients of 256 streams would otherwise need more time than the server.
+answers, `--more '{"structured_outputs": {"regex": "[a-z ]{900,}"}}'` adds fields to each request.
+
+The client reads sockets by itself, without a library: clients of 256 streams would otherwise need more time than the server.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ class Clients:
         prompt = [self._random.randint(self._first, self._last) for _ in range(self.load.prompt)]
         streamed = {"stream_options": {"include_usage": True}} if self.options.stream else {}
         body = {"model": self.options.model, "prompt": prompt, "max_tokens": self.load.new, "temperature": 0, "ignore_eos": True}
+        body |= self.options.more
         data = json.dumps({**body, "stream": self.options.stream, **streamed}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self.address.netloc}\r\nContent-Type: application/json\r\nConnection: close\r\n"
         reader, writer = await asyncio.open_connection(self.address.hostname, self.address.port)
@@ -114,6 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--load", type=Load.of, action="append", required=True, metavar="CLIENTSxREQUESTS:PROMPT+NEW")
     parser.add_argument("--no-stream", dest="stream", action="store_false")
     parser.add_argument("--ids", default=IDS, metavar="FIRST-LAST", help="of the tokens in prompts")
+    parser.add_argument("--more", type=json.loads, default={}, metavar="JSON", help="further fields of each request")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)

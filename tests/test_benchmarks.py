@@ -215,7 +215,7 @@ def test_host_time_of_a_step_of_the_engine() -> None:
     assert len(script("host_time").measure(requests=2, prompt=20, steps=3, text=False)) == 3
 
 
-@pytest.mark.parametrize("flags", [[], ["--no-stream"]])
+@pytest.mark.parametrize("flags", [[], ["--no-stream"], ["--more", '{"logit_bias": {"7": 100}}']])
 def test_serve_counts_what_a_server_answers(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "serve.json"
     with serving() as running:
@@ -223,6 +223,6 @@ def test_serve_counts_what_a_server_answers(flags: list[str], tmp_path: Path, ca
         assert script("serve").main(["--model", MODEL, "--out", str(out), *command]) == 0
         assert script("serve").main(["--model", "another", *command]) == 1, "an answer that is an error counts as one"
     (load,) = json.loads(out.read_text())["loads"]
-    assert load["tokens_per_second"] == pytest.approx(7 * 5 / load["seconds"]) and load["stream"] is not bool(flags) and not load["errors"]
-    assert (load["first_token"] is None) == bool(flags) and load["request"]["p50"] > 0
+    assert load["tokens_per_second"] == pytest.approx(7 * 5 / load["seconds"]) and not load["errors"]
+    assert (load["first_token"] is None) is ("--no-stream" in flags) is not load["stream"] and load["request"]["p50"] > 0
     assert "3 clients, 9 + 5" in (told := capsys.readouterr().out) and "7 FAILED" in told and "no model" in told
