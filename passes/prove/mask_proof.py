@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ DIRECT_LENGTH, DIRECT_LIMIT = 609, 2304  # tokens of the one unscaled check; up 
 MOST_DIRECT_ELEMENTS = 1 << 24
 LONGEST_BIAS = 4096  # tokens for which a bias that keeps changing is tabulated, if the model states no limit
 MOST_BIAS_ELEMENTS = 1 << 27  # of one bias, evaluated for all positions of a model
+MOST_SATURATED_ELEMENTS = 1 << 26  # of one that seems to change no more
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,7 @@ def _prove(probe: MaskProbe, max_positions: int | None) -> MaskProof:
     _check(probe, found, family, direct.visible)
     if direct.bias is None:
         _check_no_bias(probe, direct)
-    bias = None if direct.bias is None else _prove_bias(probe, direct.visible, direct.bias, max_positions)
-    tabulated = bias.table.shape[1] if bias is not None and bias.table is not None and not _saturates(bias) else None
+    bias, tabulated = (None, None) if direct.bias is None else _prove_bias(probe, direct.visible, direct.bias, max_positions)
     count = len(MATCH_LENGTHS) + len(CHECK_LENGTHS) + len(PACKINGS) + 1  # plus the unscaled one
     adds = f" + {bias.describe()}" if bias else ""
     evidence = f"mask evaluated on {count} probes = {family.describe()}{adds}; {len(probe.nodes)} nodes"
@@ -203,23 +203,26 @@ def _check(probe: MaskProbe, found: list[MaskFamily], family: MaskFamily, direct
         raise unproved(probe.where, direct, f"small probes say {family.describe()}, but the mask of {len(direct)} tokens is another")
 
 
-def _prove_bias(probe: MaskProbe, visible: BoolMatrix, bias: FloatArray, max_positions: int | None) -> BiasFamily:
-    """The family of the bias added to the scores, for as many positions as the model has."""
+def _prove_bias(probe: MaskProbe, visible: BoolMatrix, bias: FloatArray, max_positions: int | None) -> tuple[BiasFamily, int | None]:
+    """The family of the bias added to the scores, for as many positions as the model has, and for how many tokens it is known: None, if
+    for all."""
     family = match_bias(bias, visible)
     if family is None:
         raise _unknown_bias(probe, visible, bias, "matches no known family")
-    if family.table is not None and not _saturates(family):
+    end = None
+    if family.table is not None and not (_saturates(family) and _stays(probe, family, len(visible), max_positions)):
         length = min(max_positions or LONGEST_BIAS, probe.table_length or LONGEST_BIAS, math.isqrt(MOST_BIAS_ELEMENTS // bias.shape[0]))
         longer = probe.run((max(length, len(visible)),), None, seed=0)
         assert longer.bias is not None
         family = match_bias(longer.bias, longer.visible)
         if family is None:
             raise _unknown_bias(probe, visible, bias, f"is of another kind on {length} tokens than on {len(visible)}")
+        end = None if family.table is None else family.table.shape[1]
     for length in (min(n, probe.table_length or n) for n in CHECK_LENGTHS):
         seen = probe.run((length,), None, seed=length)
         if not equals_bias(family, seen.bias if seen.bias is not None else np.zeros((1, length, length)), seen.visible):
             raise _unknown_bias(probe, visible, bias, f"is {family.describe()} on {len(visible)} tokens but not on {length}")
-    return family
+    return family, end
 
 
 def _check_no_bias(probe: MaskProbe, direct: Seen) -> None:
@@ -235,6 +238,19 @@ def _saturates(family: BiasFamily) -> bool:
     assert family.table is not None
     half = family.table.shape[1] // 2
     return family.index == "distance" and bool((family.table[:, half:] == family.table[:, half : half + 1]).all())
+
+
+def _stays(probe: MaskProbe, family: BiasFamily, seen: int, max_positions: int | None) -> bool:
+    """Whether a table over distances that saturates has its last value also at larger distances: buckets that grow with the logarithm of
+    the distance may be as wide as all that was seen."""
+    assert family.table is not None
+    most = math.isqrt(MOST_SATURATED_ELEMENTS // family.num_heads)
+    length = min(max_positions or LONGEST_BIAS, probe.table_length or LONGEST_BIAS, DIRECT_LIMIT, most)
+    if length <= seen:
+        return True
+    longer = probe.run((length,), None, seed=0)
+    table = np.pad(family.table, ((0, 0), (0, length - family.table.shape[1])), mode="edge")
+    return longer.bias is not None and equals_bias(replace(family, table=table), longer.bias, longer.visible)
 
 
 def _unknown_bias(probe: MaskProbe, visible: BoolMatrix, bias: FloatArray, why: str) -> UnsupportedError:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.prove import mask_proof
 from tests.passes.graphs import Toy, assert_ragged_equals_alone, masked, rewrite_of
 from tests.passes.prove.test_mask_proof import Mask, rows
 from tests.passes.written_out import SPELLINGS, WithPositions
@@ -59,6 +60,24 @@ def test_a_bias_by_key_is_tabulated_as_far_as_it_may_go() -> None:
 def test_a_bias_that_saturates_has_no_limit() -> None:
     attend, kv_heads, _ = SPELLINGS["T5"]
     assert rewrite_of(Toy(WithPositions(attend), kv_heads=kv_heads)).max_positions is None
+
+
+def test_a_bias_that_changes_again_beyond_what_short_calls_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets by powers of 4: 609 tokens show no change beyond a distance of 255, and the next one is at 1,023."""
+    for name in ("MOST_SATURATED_ELEMENTS", "MOST_BIAS_ELEMENTS"):
+        monkeypatch.setattr(mask_proof, name, 4 * 1100**2)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        index = torch.arange(q.shape[2])
+        buckets = torch.log2((index[:, None] - index).clamp(min=0) + 1.0).div(2).floor()
+        bias = (torch.arange(1, 5)[:, None, None] * torch.sin(buckets)).masked_fill(index > index[:, None], -torch.inf)
+        return F.softmax(q @ k.transpose(-1, -2) + bias, -1) @ v
+
+    result = rewrite_of(Toy(WithPositions(attend), kv_heads=4))
+    assert result.gm is not None and result.max_positions == 1100
+    (table,) = dict(result.gm.named_buffers()).values()
+    for last in (254, 1022):
+        assert torch.equal(table[:, last], table[:, last - 100]) and not torch.allclose(table[:, last], table[:, last + 1])
 
 
 def test_slopes_of_more_heads_than_a_small_number() -> None:
