@@ -337,6 +337,14 @@ def chooses_among_later_tokens(count: int) -> Callable[[Tensor, Tensor, Tensor],
     return attend
 
 
+def sharper_in_calls_beyond(tokens: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.transpose(-1, -2) * SCALE + k.sum(-1)[:, :, None]) * (1 + max(0, q.shape[2] - tokens) / 32)
+        return F.softmax(scores + mask(q), -1) @ v
+
+    return attend
+
+
 class SinksOnOutput(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q @ k.transpose(-1, -2) * SCALE + mask(q) + k.sum(-1)[:, :, None]
@@ -347,6 +355,8 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "acausal": (sees_the_mean, "a later token changes the result of an earlier one"),
     "acausal top-k": (chooses_among_later_tokens(6), "a later token changes the result of an earlier one"),
     "acausal top-k of many": (chooses_among_later_tokens(64), "a later token changes the result of an earlier one"),
+    "sharper in longer calls": (sharper_in_calls_beyond(50), "a later token changes the result of an earlier one"),
+    "sharper in much longer calls": (sharper_in_calls_beyond(2048), "made from the number of tokens"),
     "changed in place": (changed_after_it_was_read, r"changed in place by \w+ after it was read"),
     "log-sum-exp": (SinksOnOutput(), "computed from the tokens' hidden states"),
 }
