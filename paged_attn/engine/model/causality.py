@@ -14,9 +14,10 @@ from paged_attn.calling.call_signature import takes
 from paged_attn.calling.plain_modes import as_served
 from paged_attn.engine.model.rows_of_logits import gives_last_alone, rows_of_logits
 from paged_attn.passes.fx.model_facts import max_positions, model_device, model_dtype
-from paged_attn.tolerances import LOGITS, LOGITS_16_BIT, row_errors, typical
+from paged_attn.tolerances import LOGITS, LOGITS_16_BIT, row_errors, typical, worst
 
 SEEDS, MORE, MOST_MORE = 3, 24, 256  # seeds tried; tokens added after the first compared row, and at most
+SINGLES = 5  # calls of one token
 SHORT, LONGEST_BRANCH = (1, 2, 3, 17, 61, 257), 1024
 OF_ALL_TOKENS = (
     "something is computed from all tokens of a call at once, such as a factor made of their number, or the scale of numbers that are "
@@ -49,7 +50,10 @@ def refuse_branches(model: nn.Module, from_tokens: int, num_ids: int) -> None:
         UnsupportedError: what a token's logits are depends on the number of tokens in that call.
     """
     longest = max_positions(model) or from_tokens + 1
-    if not 2 < from_tokens <= min(LONGEST_BRANCH, longest) or gives_last_alone(model):
+    if gives_last_alone(model):
+        return
+    _refuse_one_token(model, num_ids)
+    if not 2 < from_tokens <= min(LONGEST_BRANCH, longest):
         return
     ends = [count for count in SHORT if count < from_tokens - 1] + [from_tokens - 1]
     with as_served(model):
@@ -71,6 +75,31 @@ def refuse_branches(model: nn.Module, from_tokens: int, num_ids: int) -> None:
                     f"{error:.2g} of their size (allowed {limit:g}). So the logits of a token change as its request grows. Nothing was "
                     "generated."
                 )
+
+
+def _refuse_one_token(model: nn.Module, num_ids: int) -> None:
+    """Compare calls of one token with calls of two: torch.compile traces no call of one, and the trace serves those, too.
+
+    Raises:
+        UnsupportedError: most tokens have other logits alone than before another token.
+    """
+    errors = []
+    with as_served(model):
+        for seed in range(SINGLES):
+            ids = _random_ids(model, 2, num_ids, seed)
+            one, two = (_logits_if_it_runs(model, ids[:count]) for count in (1, 2))
+            if one is None or two is None:
+                return
+            errors.append(row_errors(two[:1], one))
+            if not seed and worst(errors[0]) <= LOGITS.get(model_dtype(model), LOGITS_16_BIT):
+                return  # a router's near-tie may move one token, but no branch leaves one where it was
+    error, limit = typical(torch.cat(errors)), LOGITS.get(model_dtype(model), LOGITS_16_BIT)
+    if not error <= limit:
+        raise UnsupportedError(
+            f"{type(model).__name__} computes something else in a call of one token: its logits there are others than those of the same "
+            f"token in a call of two, by {error:.2g} of their size (allowed {limit:g}), as where its forward takes a call of one token for "
+            "a step of decoding, though there is no cache. So the logits of a token change as its request grows. Nothing was generated."
+        )
 
 
 def refuse_acausal(model: nn.Module, start: int, num_ids: int, because: str) -> None:

@@ -88,6 +88,14 @@ class Branching(nn.Module):
         return self.head(attended[:, 0])
 
 
+class OneToken(Branching):
+    """In a call of one token, and in no other, values are sharper."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        logits = super().forward(input_ids, position_ids)
+        return logits * self.sharper if input_ids.shape[1] == 1 else logits
+
+
 class OfTheBest(Branching):
     """Mixture of depths: the half of a call's tokens that a router rates highest attend to each other, the others pass by."""
 
@@ -111,6 +119,11 @@ def test_another_answer_in_short_calls_is_refused_without_the_self_check(few: in
     ):
         LLM(Branching(few, 5.0).eval(), num_pages=20, self_check=False)
     LLM(Branching(few, 1.0).eval(), num_pages=20, self_check=False).close()
+
+
+def test_another_answer_to_a_single_token_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"OneToken computes something else in a call of one token: .* for a step of decoding"):
+        LLM(OneToken(1, 5.0).eval(), num_pages=20, self_check=False)
 
 
 def test_a_branch_beyond_the_models_positions_is_no_matter() -> None:
