@@ -20,6 +20,7 @@ from paged_attn.recurrent.as_ops.by_ops import with_ops
 from paged_attn.recurrent.as_ops.state_dtype import with_state_dtype
 from paged_attn.recurrent.as_ops.wrap import Switch, replaced_by_ops
 from paged_attn.recurrent.discover import find_recurrent_layers, without_engine
+from paged_attn.recurrent.long_chunks import with_long_chunks
 from paged_attn.recurrent.run import RecurrentRunner, runner_of
 
 _known: weakref.WeakKeyDictionary[nn.Module, RecurrentStates] = weakref.WeakKeyDictionary()
@@ -55,7 +56,8 @@ class RecurrentStates:
             raise ValueError(f"this {type(model).__name__} already has RecurrentStates; close them first")
         self.device = model_device(model)
         with without_engine(model) as inputs_of:
-            self.layers = with_state_dtype(with_ops(find_recurrent_layers(model, inputs_of), scans_backend), state_dtype)
+            layers = with_long_chunks(with_ops(find_recurrent_layers(model, inputs_of), scans_backend))
+            self.layers = with_state_dtype(layers, state_dtype)
         if not self.layers:
             raise UnsupportedError(f"{type(model).__name__} has no layer with recurrent state; leave RecurrentStates and states= out")
         self.pool = StatePool([layer.spec for layer in self.layers], num_slots, self.device)

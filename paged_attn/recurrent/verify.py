@@ -38,14 +38,19 @@ def verified(layer: RecurrentLayer) -> RecurrentLayer:
         whole = layer.run(inputs, None)
         steps, along = stepwise(layer, inputs)
         if (error := difference(whole, steps)) > FORMULAS_APART:
-            raise Undefined(
-                f"{layer.spec.module} keeps recurrent state, but its own forward gives another result token by token than for "
-                f"{count} tokens at once (off by {error:.2g} of its size), so that what it would generate is not defined"
-            )
+            raise undefined(layer, count, error)
         chunked = in_parts(layer, inputs, [1, 4, count - 1])
     # The difference between the layer's two formulas, whether rounding or more, is not a mistake.
     layer = dataclasses.replace(layer, chunks=difference(whole, chunked) <= allowed_error(whole, error), own_error=error)
     return _batching(layer, inputs, along)
+
+
+def undefined(layer: RecurrentLayer, count: int, error: float) -> Undefined:
+    """The error of a layer whose results token by token and for `count` tokens at once are so far apart."""
+    return Undefined(
+        f"{layer.spec.module} keeps recurrent state, but its own forward gives another result token by token than for {count} tokens at "
+        f"once (off by {error:.2g} of its size), so that what it would generate is not defined"
+    )
 
 
 def allowed_error(result: Result, own_error: float) -> float:

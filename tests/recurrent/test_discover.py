@@ -18,6 +18,7 @@ from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.specs.recurrent import StateSpec
 from paged_attn.recurrent.as_ops.wrap import replaced_by_ops
 from paged_attn.recurrent.discover import find_recurrent_layers, recurrent_modules
+from paged_attn.recurrent.long_chunks import with_long_chunks
 from paged_attn.recurrent.run import RecurrentRunner
 from tests.recurrent_models import RECURRENT, recurrent
 from tests.tiny_models import build
@@ -74,6 +75,18 @@ class Gated(Mixer):
 class ForgetsInChunks(Mixer):
     def start(self, state: Tensor | None, hidden: Tensor) -> Tensor:
         return super().start(state if hidden.shape[1] == 1 else None, hidden)
+
+
+class ForgetsInLongChunks(Mixer):
+    """Steps up to 64 tokens; more are for prompts, and start from nothing."""
+
+    def start(self, state: Tensor | None, hidden: Tensor) -> Tensor:
+        return super().start(state if hidden.shape[1] <= 64 else None, hidden)
+
+
+class OtherInLongCalls(Mixer):
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(hidden * (1 + (hidden.shape[1] > 64)), *args, **kwargs)
 
 
 class MixesRequests(Mixer):
@@ -165,6 +178,18 @@ def test_only_fixed_sizes_are_states() -> None:
 
 def test_a_layer_that_ignores_its_state_in_chunks_is_fed_token_by_token() -> None:
     assert states_of(Toy(Mixer, ForgetsInChunks)) == [("mixers.0", True, True), ("mixers.1", False, True)]
+
+
+def test_a_layer_that_ignores_its_state_in_long_chunks_is_fed_token_by_token() -> None:
+    layers = find_recurrent_layers(Toy(Mixer, ForgetsInLongChunks, ForgetsInChunks), inputs_of)
+    assert [layer.chunks for layer in layers] == [True, True, False]
+    assert [layer.chunks for layer in with_long_chunks(layers)] == [True, False, False]
+
+
+def test_another_result_of_many_tokens_than_of_each_is_refused() -> None:
+    layers = find_recurrent_layers(Toy(Mixer, OtherInLongCalls), inputs_of)
+    with pytest.raises(UnsupportedError, match=r"mixers.1 keeps .* another result token by token than for 80 tokens at once"):
+        with_long_chunks(layers)
 
 
 def test_a_layer_with_state_inside_another_is_run_by_the_outer_one() -> None:

@@ -60,6 +60,7 @@ from paged_attn.recurrent.discover import (
 )
 from paged_attn.recurrent.in_graphs import with_graphs
 from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.long_chunks import with_long_chunks
 from paged_attn.recurrent.watching.call_parts import NotDriven, Undefined
 from paged_attn.tolerances import logits_apart
 
@@ -170,7 +171,7 @@ class TracedRunner:
             self.recurrent = with_state_dtype(self.recurrent, options.state_dtype)
             if self.state_in_attributes:
                 self.recurrent += find_attribute_layers(self.model, inputs_of)
-            self.recurrent = with_graphs(self.recurrent)
+            self.recurrent = with_graphs(with_long_chunks(self.recurrent))
         with as_served(self.model):
             # A graph from disk has no example values, from which its variant with adapters is made.
             no_disk = options.max_loras or self.state_in_attributes
