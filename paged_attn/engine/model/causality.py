@@ -1,4 +1,5 @@
-"""Checks that an unmodified model's logits for a token do not depend on later tokens; otherwise it cannot be served in batches."""
+"""Checks that an unmodified model's logits for a token depend on this and earlier tokens alone: not on later ones, nor on chance. Otherwise
+it cannot be served in batches."""
 
 from __future__ import annotations
 
@@ -36,6 +37,27 @@ def refuse_both_directions(layers: Sequence[AttentionSpec]) -> None:
         raise UnsupportedError(
             f"{acausal[0] or 'the model'} attends in both directions, so that a later token would change earlier ones: "
             "this model cannot generate token by token"
+        )
+
+
+def refuse_random(model: nn.Module, num_ids: int) -> None:
+    """Compare two calls on the same tokens.
+
+    Args:
+        num_ids: token ids are drawn below that.
+
+    Raises:
+        UnsupportedError: most logits are others in the second call.
+    """
+    with as_served(model):
+        ids = _random_ids(model, min(MORE, max_positions(model) or MORE), num_ids, seed=0)
+        one, two = (_logits_if_it_runs(model, ids) for _ in range(2))
+    limit = LOGITS.get(model_dtype(model), LOGITS_16_BIT)
+    if one is not None and two is not None and not (error := typical(row_errors(one, two))) <= limit:
+        raise UnsupportedError(
+            f"{type(model).__name__} gives other logits for the same tokens when it is called again, by {error:.2g} of their size (allowed "
+            f"{limit:g}), though it is in evaluation mode: it draws random numbers (F.dropout(x) without training=self.training drops "
+            "always), or it keeps something from call to call. So there is no one answer to serve. Nothing was generated."
         )
 
 

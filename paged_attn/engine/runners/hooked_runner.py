@@ -21,7 +21,7 @@ from paged_attn.check.hooked import HookedServed, TappedModel
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import _check_layers
-from paged_attn.engine.model.causality import OF_ALL_TOKENS, refuse_acausal, refuse_both_directions
+from paged_attn.engine.model.causality import OF_ALL_TOKENS, refuse_acausal, refuse_both_directions, refuse_random
 from paged_attn.engine.model.model_output import check_output
 from paged_attn.engine.model.model_state import Difference
 from paged_attn.engine.tracing.ropes_by_length import RopesByLength
@@ -84,6 +84,7 @@ class HookedRunner:
             self._token = token_argument(model)
             self._more: dict[str, Any] = {"use_cache": False} if takes(model, "use_cache") else {}
             refuse_recurrent(model, "an engine with eager breaks")
+            refuse_random(model, self.token_ids.tried)
             with as_served(model):
                 undo.enter_context(ropes.by_request())
                 try:

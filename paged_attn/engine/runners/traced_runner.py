@@ -35,6 +35,7 @@ from paged_attn.engine.model.causality import (
     refuse_acausal,
     refuse_both_directions,
     refuse_branches,
+    refuse_random,
 )
 from paged_attn.engine.model.model_output import TokenIds, check_output
 from paged_attn.engine.model.model_state import Difference
@@ -219,6 +220,7 @@ class TracedRunner:
             raise UnsupportedError(what + dynamic_switches(self.model))
         if not isinstance(self.model, Body):
             refuse_both_directions(self.compiled.specs)
+            refuse_random(self.model, self.token_ids.tried)
             refuse_branches(self.model, self.compiled.rewrite.form.min_tokens, self.token_ids.tried)
         self.inputs = GraphInputs(self.compiled.roles, args)
         self.takes_logits_rows = self.inputs.takes_logits_rows

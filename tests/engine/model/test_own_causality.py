@@ -70,6 +70,14 @@ def test_what_is_compared(start: int) -> None:
         refuse_acausal(Plain(mixed=1.0), start, 96, "it means")
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_dropout_that_no_mode_turns_off_is_refused(compiled: bool) -> None:
+    model = build("llama").eval()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: nn.functional.dropout(output, 0.2))
+    with pytest.raises(UnsupportedError, match=r"gives other logits for the same tokens when it is called again, .* draws random numbers"):
+        LLM(model, num_pages=20, compile=compiled)
+
+
 class Branching(nn.Module):
     """Attention that is twice as sharp in calls of up to `few` tokens."""
 
