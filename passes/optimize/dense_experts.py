@@ -35,6 +35,7 @@ from paged_attn.passes.optimize.routing import MOST_NODES, PRODUCTS, ROWS, SPREA
 
 logger = logging.getLogger("paged_attn")
 _BATCHED = ("bmm", "matmul")
+LOUD = 30.0  # size of the rows in the shorter probes: limits on a gate show there
 INNER = 8  # intermediate width of a probed expert, in place of the model's: the operations there are elementwise
 ChooseExperts = Callable[[ExpertsSpec, Tensor], str]  # the name of a backend for a layer with weights like these
 
@@ -217,7 +218,8 @@ class _Probe:
         self._region, self.w1, self.w2 = region, w1, w2
         numbers = torch.Generator().manual_seed(rows)
         experts, hidden, _ = w1.shape
-        self.x = torch.randn(rows, hidden, generator=numbers).to(w1.device, w1.dtype)
+        size = 1.0 if rows == max(ROWS) else LOUD
+        self.x = (torch.randn(rows, hidden, generator=numbers) * size).to(w1.device, w1.dtype)
         self.x[-1] = 0
         logits = torch.randn(rows, experts, generator=numbers) * spread
         logits[:, rows % experts] += spread

@@ -41,7 +41,7 @@ from paged_attn.passes.fx.token_data import read_inputs
 logger = logging.getLogger("paged_attn")
 MOST_NODES = 80  # in a region
 ROWS = (23, 8)  # in each probe
-SPREADS = (1.0, 8.0, 0.02)  # spreads of the probes' logits; the last causes ties in 16 bits
+SPREADS = (1.0, 8.0, 0.02, 100.0)  # of the probes' logits; the third causes ties in 16 bits, the last meets any limit on them
 ROUNDINGS = 4  # allowed error of a weight, in roundings of its dtype
 PRODUCTS = (F.linear, LINEAR)
 

@@ -30,6 +30,7 @@ from paged_attn.passes.fx.row_layout import MISFITS
 logger = logging.getLogger("paged_attn")
 NOT_EXPERTS = (*MISFITS, AssertionError, AttributeError, KeyError)  # errors from a module that takes other arguments
 ROWS = 24  # in each proof, plus one per expert
+LOUD = {torch.float32: 30.0, torch.float16: 10.0}  # products in a probe; in float16 those of gate and up must not overflow
 CHOSEN = 4  # experts per token, if the model does not say
 ALLOWED = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 0.03, torch.float16: 0.004}  # error relative to the norm of the row
 
@@ -195,14 +196,15 @@ Probe = tuple[tuple[Tensor, Tensor, Tensor], Tensor]  # x, ids and weights, and 
 
 
 def _probes(module: nn.Module, layout: Layout | FlatLayout, w1: Tensor, dims: int) -> list[Probe]:
-    """Ragged loads, with experts that get nothing, ids beyond the experts where there are such, and two experts that get every token; none
-    for a module that does not take them."""
+    """Ragged loads, with experts that get nothing, ids beyond the experts where there are such, two experts that get every token, and rows
+    that are so large that a gate meets any limit; none for a module that does not take them."""
     experts, hidden, device = layout.experts, w1.shape[-1], w1.device
     numbers = torch.Generator().manual_seed(1)
     compute = owner.forward if isinstance(owner := _owner(module), OwnExperts) else module
     found: list[Probe] = []
-    for rows, count, crowded in ((ROWS, experts, 0), (3, experts, 0), (ROWS, _num_ids(module, layout), 0), (ROWS, experts, 2)):
-        x = torch.randn(rows, hidden, generator=numbers).to(device, w1.dtype)
+    loads = ((ROWS, experts, 0, 1.0), (3, experts, 0, 1.0), (ROWS, _num_ids(module, layout), 0, 1.0), (ROWS, experts, 2, 1.0))
+    for rows, count, crowded, size in (*loads, (ROWS, experts, 0, _loud(w1))):
+        x = (torch.randn(rows, hidden, generator=numbers) * size).to(device, w1.dtype)
         chosen = torch.rand(rows, count, generator=numbers)
         chosen[:, : count // 3] *= 0.9  # some are chosen more rarely
         chosen[:, :crowded] += 1
@@ -218,6 +220,12 @@ def _probes(module: nn.Module, layout: Layout | FlatLayout, w1: Tensor, dims: in
             return []
         found.append(((x, ids, weights), expected.reshape(x.shape)))
     return found
+
+
+def _loud(w1: Tensor) -> float:
+    """How large rows must be for products with w1 [E, .., H] that limits on a gate (7 in gpt-oss, 10 in DeepSeek-V4) show on."""
+    usual = w1[0].float().norm(dim=-1).pow(2).mean().sqrt().item()
+    return max(1.0, LOUD.get(w1.dtype, max(LOUD.values())) / usual) if usual > 0 else 1.0
 
 
 def _num_ids(module: nn.Module, layout: Layout | FlatLayout) -> int:

@@ -105,6 +105,28 @@ def test_a_module_that_says_nothing_of_itself(transposed: bool, bias: bool) -> N
     assert proved_experts(Looping(transposed, bias, skipped=1)) is None
 
 
+class Limited(Looping):
+    """A gate of at most 7, which tokens of the usual size do not come near."""
+
+    def forward(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(tokens)
+        for expert, (wi, wo) in enumerate(zip(self.wi, self.wo, strict=True)):
+            gate, up = (tokens @ wi.t()).chunk(2, -1)
+            made = torch.nn.functional.silu(gate).clamp(max=7) * up @ wo.t()
+            out += made * (scores * (chosen == expert)).sum(-1, keepdim=True)
+        return out
+
+
+def test_a_limit_that_the_usual_rows_do_not_meet_is_seen() -> None:
+    module = Limited(False, False)
+    module.wi.data.mul_(0.1)
+    with torch.no_grad():
+        rows = torch.randn(24, 8)
+        chosen = torch.randint(0, 5, (24, 1))
+        torch.testing.assert_close(module(rows, torch.ones(24, 1), chosen), Looping.forward(module, rows, torch.ones(24, 1), chosen))
+    assert proved_experts(module) is None
+
+
 def test_what_is_not_called_as_experts_are_is_none() -> None:
     module = Looping(False, False)
     module.more = nn.Parameter(torch.zeros(5, 8, 6))

@@ -30,7 +30,7 @@ from paged_attn.hashing.code_files import executed_files
 
 TOKENS = (37, 53)  # rows of the two tapes; few other sizes are multiples of these
 MOST_TRIED = 24  # candidate sites per block
-SPREADS = (1.0, 8.0, 0.02)  # spreads of the logits; the last leaves ties in 16 bits
+SPREADS = (1.0, 8.0, 0.02, 100.0)  # of the logits; the third leaves ties in 16 bits, the last meets any limit on them
 ROWS = (24, 3)
 
 

@@ -119,6 +119,9 @@ LEFT_ALONE: dict[str, Callable[[], nn.Module]] = {
     "an activation that nobody knows": lambda: Dense(
         sigmoid_of_the_best(1), lambda both: both.chunk(2, -1)[0].sin() * both.chunk(2, -1)[1]
     ),
+    "a limit that few rows meet": lambda: Dense(
+        sigmoid_of_the_best(1), lambda both: F.silu(both.chunk(2, -1)[0]).clamp(max=9) * both.chunk(2, -1)[1]
+    ),
     "scores after the experts": lambda: Afterwards(sigmoid_of_the_best(2), silu_first),
     "something of nothing": lambda: Shifted(sigmoid_of_the_best(1), silu_first),
 }

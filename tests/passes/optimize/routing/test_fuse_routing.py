@@ -102,6 +102,11 @@ def biased_weights(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return weights, ids
 
 
+def limited(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = logits.clamp(-50, 50).softmax(-1).topk(2)
+    return weights, ids
+
+
 def of_two_tokens(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     weights, ids = (logits + logits.roll(1, 0)).softmax(-1).topk(2)
     return weights, ids
@@ -143,7 +148,9 @@ def test_a_router_is_one_op_where_a_rank_has_some_of_the_experts(own: tuple[int,
     assert expected[0].any(), "a token has an expert of this rank"
 
 
-@pytest.mark.parametrize("router", [by_sorting, squared, the_worst, biased_weights, of_two_tokens], ids=lambda router: router.__name__)
+@pytest.mark.parametrize(
+    "router", [by_sorting, squared, the_worst, biased_weights, limited, of_two_tokens], ids=lambda router: router.__name__
+)
 def test_what_no_routing_gives_the_numbers_of_stays(router: Router) -> None:
     graph, count, given, expected = fused(Experts(router))
     assert count == 0 and all(node.target is not ROUTE for node in graph.nodes)
