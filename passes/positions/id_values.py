@@ -2,6 +2,7 @@
 
 A probe of a few tokens cannot show which ids make a difference (such as an end of text that restarts positions). So values computed only
 from ids are evaluated on every id that the model has: on all of them in two orders, and on half of them. Each id must give the same value.
+One value for all rows (whether the first id is a beginning of text) is evaluated with every id in every place of a short row.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import depends_on, value_of, writers_of, written_values
+from paged_attn.passes.fx.slicing import ancestors
 from paged_attn.passes.fx.token_data import lookup_of, read_inputs, token_axis
 from paged_attn.passes.positions.row_probe import RowProbe
 
 WIDEST = 64  # values with more numbers per token than this (embeddings, one-hot columns) are taken to be the token's own
 FLAGS = 4  # a table with at most this many numbers per id holds flags, not embeddings
+PLACES, IDS_AT_ONCE = 9, 4096
 DEFAULT_IDS = 4096  # number of ids if no embedding table shows it
 
 
@@ -39,17 +42,57 @@ def check_id_values(graph: fx.Graph, form: CallForm, values: Values) -> None:
     generator = torch.Generator().manual_seed(23)
     one, two = (torch.randperm(count, generator=generator) for _ in range(2))
     runs, writers = (one, two, two[: count // 2]), writers_of(graph.nodes)
-    for node in made:
+    live = set(ancestors(output := graph.output_node(), output, writers=writers, through_shapes=False))
+    for node in sorted(made):
+        if node in live and _is_shared(node, form) and not _is_constant(node, RowProbe(form, values, node, writers), positions, count):
+            raise _refusal(node)
         if isinstance(value_of(node), (tuple, list)) or all(user in made for user in node.users):
             continue  # the values read from it are checked instead
         probe = RowProbe(form, values, node, writers)
         seen = [_by_id(node, probe, positions, run) for run in runs]
         if not (_same(seen[0], seen[1]) and _same(seen[1], seen[2], two[: count // 2])):
-            raise UnsupportedError(
-                f"{module_path(node) or 'the model'}: {node.name} is made of token ids, and a row's value also depends on the ids of other "
-                "rows (positions or segments that are counted along input_ids, a token that changes those behind it). In a ragged batch "
-                "those belong to other requests. If it is positions, call the model with position_ids, if it accepts them."
-            )
+            raise _refusal(node)
+
+
+def _refusal(node: fx.Node) -> UnsupportedError:
+    return UnsupportedError(
+        f"{module_path(node) or 'the model'}: {node.name} is made of token ids, and a row's value also depends on the ids of other "
+        "rows (positions or segments that are counted along input_ids, a token that changes those behind it, the first token of a call). "
+        "In a ragged batch those belong to other requests. If it is positions, call the model with position_ids, if it accepts them."
+    )
+
+
+def _is_shared(node: fx.Node, form: CallForm) -> bool:
+    """Whether it is one value for all rows of a call."""
+    value = value_of(node)
+    return isinstance(value, Tensor) and not any(depends_on(size, form.num_tokens) for size in value.shape)
+
+
+def _is_constant(node: fx.Node, probe: RowProbe, positions: list[fx.Node], count: int) -> bool:
+    """Whether a value that all rows share is the same for every id in every place of a row of PLACES, and for rows of one id; True if it
+    cannot be evaluated on such rows."""
+    form = probe.form
+    like = value_of(form.input_ids)
+    given = {each: torch.ones([1] * (value_of(each).dim() - 1) + [PLACES], dtype=torch.int64, device=like.device) for each in positions}
+
+    def of_row(row: Tensor) -> Any:
+        return probe.at(node, PLACES, {**given, form.input_ids: row[None]})
+
+    first: Tensor | None = None
+    for ids in torch.arange(count, device=like.device, dtype=like.dtype).split(IDS_AT_ONCE):
+        rows = ((ids + 1) % count)[:, None, None].repeat(1, PLACES + 1, PLACES)
+        rows[:, range(PLACES), range(PLACES)] = rows[:, -1] = ids[:, None]
+        try:
+            try:
+                seen = torch.func.vmap(of_row)(rows.flatten(0, 1))
+            except RuntimeError:  # an operation that vmap does not know
+                seen = torch.stack([of_row(row) for row in rows.flatten(0, 1)])
+        except (RuntimeError, IndexError, KeyError):
+            return True
+        first = seen[:1] if first is None else first
+        if not bool(((seen == first) | ((seen != seen) & (first != first))).all()):
+            return False
+    return True
 
 
 def _by_id(node: fx.Node, probe: RowProbe, positions: list[fx.Node], run: Tensor) -> Any:

@@ -38,6 +38,8 @@ FOLLOWING: dict[str, Change] = {
     "whether there was one": lambda q, ids: torch.where(((ids >= RARE).cumsum(1) > 0)[:, None, :, None], -q, q),
     "whether there is one": lambda q, ids: torch.where((ids == RARE).any(), -q, q),
     "the one before": lambda q, ids: q * (1 + (F.pad(ids, (1, 0))[:, :-1] == RARE))[:, None, :, None],
+    "whether it begins with one": lambda q, ids: torch.where(ids[:, :1] == RARE, -q, q),
+    "whether it is the second": lambda q, ids: q * (1 + (ids[0, 1] == RARE)),
     "the largest": lambda q, ids: q * ids.max(),
     "as numbers": lambda q, ids: q * torch.sigmoid((ids == RARE).float().cumsum(1))[:, None, :, None],
 }
