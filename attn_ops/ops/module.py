@@ -38,11 +38,16 @@ def _run(inputs: Sequence[Tensor], output: Tensor, module_id: int) -> None:
     output.copy_(_call(inputs, module_id))
 
 
-def _call(inputs: Sequence[Tensor], module_id: int) -> Tensor:
+def module_of(module_id: int) -> nn.Module:
+    """The module that graphs call by this number; ContextError if it no longer exists."""
     module = _modules.get(module_id)
     if module is None:
         raise ContextError(f"the graph calls module {module_id}, which no longer exists; keep the model alive as long as its engine")
-    return _calls[module_id](module, inputs)
+    return module
+
+
+def _call(inputs: Sequence[Tensor], module_id: int) -> Tensor:
+    return _calls[module_id](module_of(module_id), inputs)
 
 
 MODULE = define_op("module_with_output(Tensor[] inputs, Tensor(a!) output, int module_id) -> ()", _run)

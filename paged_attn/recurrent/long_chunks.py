@@ -77,7 +77,7 @@ def _takes_long_chunks(layer: RecurrentLayer) -> bool:
     if whole[0].dtype.itemsize >= 4:
         return difference(whole, parts) <= max(LIMIT, allowed_error(whole, layer.own_error))
     first = torch.tensor([end + row for end in ENDS for row in range(AFTER)], device=whole[0].device)
-    return worst(row_errors(*(result[:, first].flatten(0, 1) for result in (whole[0], parts[0])))) <= LIMIT_16_BIT
+    return worst(row_errors(whole[0][:, first].flatten(0, 1), parts[0][:, first].flatten(0, 1))) <= LIMIT_16_BIT
 
 
 def _repeated(layer: RecurrentLayer, count: int) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 A probe of a few tokens cannot show which ids make a difference (such as an end of text that restarts positions). So values computed only
 from ids are evaluated on every id that the model has: on all of them in two orders, and on half of them. Each id must give the same value.
-One value for all rows (whether the first id is a beginning of text) is evaluated with every id in every place of a short row.
+One value for all rows (whether the first id is a beginning of text) is evaluated with every id at every position of a short call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paged_attn.passes.positions.row_probe import RowProbe
 
 WIDEST = 64  # values with more numbers per token than this (embeddings, one-hot columns) are taken to be the token's own
 FLAGS = 4  # a table with at most this many numbers per id holds flags, not embeddings
-PLACES, IDS_AT_ONCE = 9, 4096
+SHORT_CALL, IDS_AT_ONCE = 9, 4096
 DEFAULT_IDS = 4096  # number of ids if no embedding table shows it
 
 
@@ -69,19 +69,19 @@ def _is_shared(node: fx.Node, form: CallForm) -> bool:
 
 
 def _is_constant(node: fx.Node, probe: RowProbe, positions: list[fx.Node], count: int) -> bool:
-    """Whether a value that all rows share is the same for every id in every place of a row of PLACES, and for rows of one id; True if it
-    cannot be evaluated on such rows."""
+    """Whether a value that all tokens share is the same for every id at every position of a call of SHORT_CALL tokens, and for calls of one
+    id; True if it cannot be evaluated on such calls."""
     form = probe.form
     like = value_of(form.input_ids)
-    given = {each: torch.ones([1] * (value_of(each).dim() - 1) + [PLACES], dtype=torch.int64, device=like.device) for each in positions}
+    given = {each: torch.ones([1] * (value_of(each).dim() - 1) + [SHORT_CALL], dtype=torch.int64, device=like.device) for each in positions}
 
     def of_row(row: Tensor) -> Any:
-        return probe.at(node, PLACES, {**given, form.input_ids: row[None]})
+        return probe.at(node, SHORT_CALL, {**given, form.input_ids: row[None]})
 
     first: Tensor | None = None
     for ids in torch.arange(count, device=like.device, dtype=like.dtype).split(IDS_AT_ONCE):
-        rows = ((ids + 1) % count)[:, None, None].repeat(1, PLACES + 1, PLACES)
-        rows[:, range(PLACES), range(PLACES)] = rows[:, -1] = ids[:, None]
+        rows = ((ids + 1) % count)[:, None, None].repeat(1, SHORT_CALL + 1, SHORT_CALL)
+        rows[:, range(SHORT_CALL), range(SHORT_CALL)] = rows[:, -1] = ids[:, None]
         try:
             try:
                 seen = torch.func.vmap(of_row)(rows.flatten(0, 1))

@@ -12,15 +12,18 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
+from paged_attn.attn_ops.ops.module import MODULE_ON_ALL_TOKENS, module_of
 from paged_attn.attn_ops.specs.recompute import RowInput
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import argument_of, as_traced, depends_on, op_name, symbol, value_of, writes_in_place
 from paged_attn.passes.fx.slicing import operation_limit
 from paged_attn.passes.fx.token_data import counts_in_numbers
+from paged_attn.passes.recompute.code_numbers import numbers_in_code
 from paged_attn.passes.recompute.region import RecomputeRegion
 
 SHORT, MORE = 17, 12  # tokens of the shortest prefix; tokens added to the longest prefix
 LONG = (61, 130, 197, 261)  # further prefixes: numbers made from the number of tokens may begin to change there
+LATEST = 2304  # tokens of the longest prefix, if the code of a module that runs unchanged holds such a number
 RANKS = {"topk", "sort", "argsort", "kthvalue", "msort", "argmax", "argmin"}
 FEW = 5  # replaces the number of keys that a sparse attention chooses, if the probes have fewer tokens
 
@@ -147,9 +150,11 @@ def prove_causal(
     Raises:
         UnsupportedError: a later token changes an earlier row, or the program only runs on the traced number of tokens.
     """
-    beginnings, most = [max(SHORT, form.min_tokens)], min([n - MORE for n in (form.max_tokens, longest) if n is not None], default=LONG[-1])
-    beginnings += [count for count in LONG if beginnings[0] < count <= most]
-    total = beginnings[-1] + MORE
+    beginnings, most = [max(SHORT, form.min_tokens)], min([n - MORE for n in (form.max_tokens, longest) if n is not None], default=LATEST)
+    modules = [module_of(node.args[2]) for node in program.graph.nodes if node.target is MODULE_ON_ALL_TOKENS]
+    late = {number for module in modules for number in numbers_in_code(module, LONG[-1] + 1, LATEST)}
+    beginnings += [count for count in (*LONG, *sorted(late)) if beginnings[0] < count <= most]
+    total = beginnings[-1] + max(MORE, min(beginnings[-1] // 8, most - beginnings[-1]))
     ranks = any(op_name(node) in RANKS for node in program.graph.nodes)
     for each in (program, *_choosing_less(program, beginnings[0])):
         generator = torch.Generator().manual_seed(13)

@@ -4,6 +4,7 @@ on all tokens of a request. The attention beside them is paged as ever."""
 from __future__ import annotations
 
 import logging
+import math
 import types
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,13 @@ class Blocks(Loop):
         return rows, state
 
 
+class ByLength(Loop):
+    """And by the logarithm of the number of tokens of the call, which Python computes, beyond the 600 that it was trained on."""
+
+    def scan(self, q: Tensor, kv: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().scan(q * max(1.0, math.log(q.shape[1]) / math.log(600)), kv, decay, state)
+
+
 class Attention(nn.Module):
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -136,6 +144,11 @@ def test_a_loop_beside_attention(kind: type[Loop], caplog: pytest.LogCaptureFixt
         assert assert_served(Model(kind, Attention).eval()) == [ALONE, "F.sdpa"]
     assert "all tokens of a request run through layers.0, which" in caplog.text
     assert "can only be captured" not in caplog.text  # it is served for more positions
+
+
+def test_a_number_in_the_code_from_which_on_a_call_is_another_is_tried() -> None:
+    with pytest.raises(UnsupportedError, match=r"layers.0: a module that mixes .* a later token changes the result of an earlier one"):
+        LLM(Model(ByLength, Attention).eval(), num_pages=64)
 
 
 def test_a_state_in_a_cache_that_counts_tokens() -> None:
