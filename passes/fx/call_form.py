@@ -17,6 +17,7 @@ from paged_attn.passes.fx.graph_tools import of_module, source_name, symbol, val
 _KEY = re.compile(r"\['(\w+)'\]$|^L\['?(\w+)'?\]$|\.(\w+)$")
 
 _LONGER, _SHORTER = 64, 4  # a guard is tried on calls this many tokens longer and shorter
+_MOST_EXCEPTED = 1 << 14
 _LARGEST_OFFSET = 16  # most rows of a position table before the first token's
 _NO_IDS = (
     "this graph is given no token ids: torch.compile broke the model's forward into several graphs, of which it is one, or the call passes "
@@ -43,6 +44,7 @@ class CallForm:
         reason: why a paged batch cannot run through this graph, or "".
         max_tokens: the longest call for which the trace holds, or None if it holds for all. Only a `reason` if the model has more
             positions than that.
+        excepted: some lengths between the shortest and the longest for which it does not hold: the model asks for T % 16 or T == 100.
         known_min_tokens: `min_tokens` for a graph from disk, where it cannot be read off the inputs.
     """
 
@@ -51,6 +53,7 @@ class CallForm:
     reason: str
     max_tokens: int | None = None
     known_min_tokens: int = 2
+    excepted: tuple[int, ...] = ()
 
     @property
     def min_tokens(self) -> int:
@@ -91,7 +94,7 @@ def find_call_form(graph: fx.Graph, limited: bool = False) -> CallForm:
     max_tokens = _upper_bound(length)
     limited = limited or (max_tokens is not None and ends_with_a_table(graph, ids, max_tokens))
     reason = _reason(batch, tokens, None if limited else max_tokens, named, roles) or _fixed_length(length)
-    return CallForm(tokens, roles, reason, max_tokens)
+    return CallForm(tokens, roles, reason, max_tokens, excepted=() if reason else _excepted(length))
 
 
 def _is_table_of_ids(value: Tensor) -> bool:
@@ -135,12 +138,42 @@ def _fixed_length(size: Any) -> str:
     if not isinstance(size, SymInt) or not isinstance(size.node.expr, sympy.Symbol):
         return ""
     traced = int(size.node.hint)
-    others = [sympy.Integer(n) for n in range(max(traced - _SHORTER, 2), traced + _LONGER) if n != traced]
-    for guard in size.node.shape_env.guards:
-        if guard.expr.free_symbols == {size.node.expr}:
-            if not any(guard.expr.xreplace({size.node.expr: length}) == sympy.true for length in others):
-                return f"the trace holds for one length only, as the model computes with the number of tokens in Python ({guard.expr})"
+    others = [n for n in range(max(traced - _SHORTER, 2), traced + _LONGER) if n != traced]
+    for guard in _guards_of(size):
+        if not any(_holds(guard, size, length) for length in others):
+            return f"the trace holds for one length only, as the model computes with the number of tokens in Python ({guard})"
     return ""
+
+
+def _guards_of(size: SymInt) -> list[Any]:
+    """What the trace asks of T alone, also under the name of another size that equals it (that of position_ids)."""
+    env, found = size.node.shape_env, list[Any]()
+    for guard in env.guards:
+        expression = env.replace(guard.expr).xreplace({env.replace(size.node.expr): size.node.expr})
+        found += [expression] if expression.free_symbols == {size.node.expr} else []
+    return list(dict.fromkeys(found))
+
+
+def _excepted(size: Any) -> tuple[int, ...]:
+    """Lengths for which a guard does not hold, among short ones and those around its numbers, within the range of the trace."""
+    if not isinstance(size, SymInt) or not isinstance(size.node.expr, sympy.Symbol):
+        return ()
+    bounds, found = size.node.shape_env.var_to_range[size.node.expr], set[int]()
+    for guard in _guards_of(size):
+        if isinstance(guard, (sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)) and size.node.expr in guard.args:
+            continue  # the range
+        numbers = {int(number) for number in guard.atoms(sympy.Integer) if abs(number) < _MOST_EXCEPTED}
+        tried = {*range(2, _LONGER), *(number + more for number in numbers for more in (-1, 0, 1))}
+        found |= {n for n in tried if max(bounds.lower, 2) <= n <= bounds.upper and not _holds(guard, size, n)}
+    return tuple(sorted(found))
+
+
+def _holds(guard: Any, size: SymInt, length: int) -> bool:
+    """Whether a guard holds for a call of so many tokens; False where torch's functions refuse them."""
+    try:
+        return bool(guard.xreplace({size.node.expr: sympy.Integer(length)}) == sympy.true)
+    except (AssertionError, ZeroDivisionError):  # of a negative number, or modulo zero
+        return False
 
 
 def _upper_bound(size: Any) -> int | None:

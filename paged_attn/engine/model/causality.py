@@ -18,7 +18,7 @@ from paged_attn.passes.fx.model_facts import max_positions, model_device, model_
 from paged_attn.tolerances import LOGITS, LOGITS_16_BIT, row_errors, typical, worst
 
 SEEDS, MORE, MOST_MORE = 3, 24, 256  # seeds tried; tokens added after the first compared row, and at most
-SINGLES = 5  # calls of one token
+SINGLES, FEW = 5, 4  # calls of one token, and of lengths that a trace leaves out
 SHORT, LONGEST_BRANCH = (1, 2, 3, 17, 61, 257), 1024
 OF_ALL_TOKENS = (
     "something is computed from all tokens of a call at once, such as a factor made of their number, or the scale of numbers that are "
@@ -61,11 +61,12 @@ def refuse_random(model: nn.Module, num_ids: int) -> None:
         )
 
 
-def refuse_branches(model: nn.Module, from_tokens: int, num_ids: int) -> None:
+def refuse_branches(model: nn.Module, from_tokens: int, num_ids: int, excepted: Sequence[int] = ()) -> None:
     """Compare a call that a trace holds for with shorter ones, for which the model branches otherwise, and which the trace serves, too.
 
     Args:
         from_tokens: in the shortest call that it holds for; 2 if it holds for all. Beyond LONGEST_BRANCH the self-check alone looks.
+        excepted: lengths beyond that for which it does not hold, either; FEW of them up to LONGEST_BRANCH are compared.
         num_ids: token ids are drawn below that.
 
     Raises:
@@ -75,6 +76,7 @@ def refuse_branches(model: nn.Module, from_tokens: int, num_ids: int) -> None:
     if gives_last_alone(model):
         return
     _refuse_one_token(model, num_ids)
+    _refuse_excepted(model, [count for count in excepted if count <= LONGEST_BRANCH], num_ids)
     if not 2 < from_tokens <= min(LONGEST_BRANCH, longest):
         return
     ends = [count for count in SHORT if count < from_tokens - 1] + [from_tokens - 1]
@@ -96,6 +98,22 @@ def refuse_branches(model: nn.Module, from_tokens: int, num_ids: int) -> None:
                     f"{from_tokens}, and the logits of a call of {end} are others than those of the same tokens in one of {len(whole)}, by "
                     f"{error:.2g} of their size (allowed {limit:g}). So the logits of a token change as its request grows. Nothing was "
                     "generated."
+                )
+
+
+def _refuse_excepted(model: nn.Module, lengths: Sequence[int], num_ids: int) -> None:
+    """Compare calls of some of these lengths with the next longer call that has none of them. Raises as `refuse_branches`."""
+    with as_served(model):
+        for count in (*lengths[: FEW - 1], *lengths[FEW - 1 :][-1:]):
+            longer = next(n for n in range(count + 1, count + len(lengths) + 2) if n not in lengths)
+            ids, last = _random_ids(model, longer, num_ids, seed=0), count - max(1, count // 4)
+            one, other = (_logits_if_it_runs(model, ids[:end]) for end in (count, longer))
+            limit = LOGITS.get(model_dtype(model), LOGITS_16_BIT)
+            if one is not None and other is not None and not (error := typical(row_errors(other[last:count], one[last:]))) <= limit:
+                raise UnsupportedError(
+                    f"{type(model).__name__} computes something else in calls of some lengths: it branches on the number of tokens, and "
+                    f"the logits of a call of {count} are others than those of the same tokens in one of {longer}, by {error:.2g} of their "
+                    f"size (allowed {limit:g}). So the logits of a token change as its request grows. Nothing was generated."
                 )
 
 

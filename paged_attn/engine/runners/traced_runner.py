@@ -221,7 +221,8 @@ class TracedRunner:
         if not isinstance(self.model, Body):
             refuse_both_directions(self.compiled.specs)
             refuse_random(self.model, self.token_ids.tried)
-            refuse_branches(self.model, self.compiled.rewrite.form.min_tokens, self.token_ids.tried)
+            form = self.compiled.rewrite.form
+            refuse_branches(self.model, form.min_tokens, self.token_ids.tried, form.excepted)
         self.inputs = GraphInputs(self.compiled.roles, args)
         self.takes_logits_rows = self.inputs.takes_logits_rows
         self.max_rows = self.compiled.rewrite.form.max_tokens  # longer rows were not seen by the trace

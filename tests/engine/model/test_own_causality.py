@@ -104,6 +104,18 @@ class OneToken(Branching):
         return logits * self.sharper if input_ids.shape[1] == 1 else logits
 
 
+class OfSomeLengths(Branching):
+    """Other logits in calls of `only` tokens, or whose number leaves nothing over when it is divided by `only`."""
+
+    def __init__(self, only: int, multiples: bool) -> None:
+        super().__init__(0, 1.0)
+        self.only, self.multiples = only, multiples
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        logits, tokens = super().forward(input_ids, position_ids), input_ids.shape[1]
+        return logits * 2 if (tokens % self.only == 0 if self.multiples else tokens == self.only) else logits
+
+
 class OfTheBest(Branching):
     """Mixture of depths: the half of a call's tokens that a router rates highest attend to each other, the others pass by."""
 
@@ -132,6 +144,12 @@ def test_another_answer_in_short_calls_is_refused_without_the_self_check(few: in
 def test_another_answer_to_a_single_token_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"OneToken computes something else in a call of one token: .* for a step of decoding"):
         LLM(OneToken(1, 5.0).eval(), num_pages=20, self_check=False)
+
+
+@pytest.mark.parametrize(("only", "multiples"), [(100, False), (3, True)])
+def test_another_answer_in_calls_of_some_lengths_is_refused(only: int, multiples: bool) -> None:
+    with pytest.raises(UnsupportedError, match=r"OfSomeLengths computes something else in calls of some lengths: .* call of (100|2) are"):
+        LLM(OfSomeLengths(only, multiples).eval(), num_pages=20, self_check=False)
 
 
 def test_a_branch_beyond_the_models_positions_is_no_matter() -> None:
