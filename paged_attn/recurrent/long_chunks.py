@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
-from paged_attn.calling.evaluating import evaluating
+from paged_attn.calling.plain_modes import evaluating
 from paged_attn.recurrent.as_ops.by_ops import kind_of
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.verify import (

@@ -89,7 +89,8 @@ class Branching(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         position_ids = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
-        q, k, v = self.qkv(self.embed(input_ids) + torch.sin(position_ids[..., None] * 0.1)).chunk(3, -1)
+        x = self.embed(input_ids)
+        q, k, v = self.qkv(x + torch.sin(position_ids[..., None] * 0.1).to(x.dtype)).chunk(3, -1)
         if input_ids.shape[1] <= self.few:
             q = q * self.sharper
         attended = nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=True)
@@ -144,6 +145,23 @@ def test_another_answer_in_short_calls_is_refused_without_the_self_check(few: in
 def test_another_answer_to_a_single_token_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"OneToken computes something else in a call of one token: .* for a step of decoding"):
         LLM(OneToken(1, 5.0).eval(), num_pages=20, self_check=False)
+
+
+class Rounding(Branching):
+    """In 16 bits, rounding that depends on the number of tokens moves all logits by a fifth, as routers of many layers do."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        logits, numbers = super().forward(input_ids, position_ids), torch.Generator().manual_seed(input_ids.shape[1])
+        return logits + 0.2 * logits.std() * torch.randn(1, 1, 96, generator=numbers).to(logits.dtype)
+
+
+@pytest.mark.parametrize("excepted", [(), (2, 4, 5, 9, 100)])
+def test_rounding_is_no_branch(excepted: tuple[int, ...]) -> None:
+    refuse_branches(Rounding(0, 1.0).to(torch.bfloat16).eval(), 2, 64, excepted)
+    for model, count in ((OneToken(1, 5.0), "one token"), (OfSomeLengths(100, multiples=False), "some lengths")):
+        if count == "one token" or excepted:
+            with pytest.raises(UnsupportedError, match=rf"calls? of {count}"):
+                refuse_branches(model.to(torch.bfloat16).eval(), 2, 64, excepted)
 
 
 @pytest.mark.parametrize(("only", "multiples"), [(100, False), (3, True)])
