@@ -47,7 +47,8 @@ def module_of(module_id: int) -> nn.Module:
 
 
 def _call(inputs: Sequence[Tensor], module_id: int) -> Tensor:
-    return _calls[module_id](module_of(module_id), inputs)
+    module = module_of(module_id)
+    return _calls[module_id](module, inputs)
 
 
 MODULE = define_op("module_with_output(Tensor[] inputs, Tensor(a!) output, int module_id) -> ()", _run)
