@@ -31,6 +31,10 @@ FEWEST, TOKENS, MOST_TOKENS = 7, 37, 601
 WORK = {"cpu": 1 << 31, "cuda": 1 << 43}  # multiplications in each of the two runs
 MOVED = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative to the largest value: rows may round differently where experts are added up
 MOVED_16_BIT = 2e-2
+FAR = (
+    " Only a far position does so: with max_position_embeddings at most the length up to which the others stay as they are, it can be "
+    "served."
+)
 _COUNTED = (BATCH_POSITIONS, REQUEST_LENGTHS)
 _GIVEN = {kind.op for kind in KINDS} - {MODULE, *_COUNTED}  # their rows count as independent: the op's own proof says so
 
@@ -72,10 +76,7 @@ def check_independent_rows(graph: fx.Graph, form: CallForm, values: Values, long
             run = _Run(graph, form, plain, tokens, position)
             try:
                 if (moved := run.mixed_end()) is not None:
-                    refusal = run.refusal(moved, position > 0 and _Run(graph, form, plain, tokens, 0).mixed_end() is None)
-                    if refusal.module or not refusal.by_position:
-                        raise refusal
-                    logger.info("a token at position %d moves others in the model's own forward: the self-check says by how much", position)
+                    raise run.refusal(moved, position > 0 and _Run(graph, form, plain, tokens, 0).mixed_end() is None)
             except UnsupportedError:
                 raise
             except MODEL_ERRORS as error:  # including too little memory for so many tokens
@@ -159,7 +160,7 @@ class _Run:
             module_path(first),
             f"{where}: {first.name} mixes tokens, in a way that is neither attention nor a recurrent layer with a cache: changing "
             "a token or its position also changes rows of other tokens (a shift, a convolution, a sum or mean along the sequence, the "
-            "largest position of a call), which in a ragged batch may be other requests'.",
+            "largest position of a call), which in a ragged batch may be other requests'." + (FAR if by_position else ""),
             by_position,
         )
 

@@ -188,3 +188,21 @@ def test_a_model_that_takes_no_short_calls_says_nothing_of_them() -> None:
     refuse_branches(NeedsSome(60, 1.0).eval(), 61, 64)
     with pytest.raises(UnsupportedError, match="in short calls"):
         refuse_branches(NeedsSome(60, 5.0).eval(), 61, 64)
+
+
+@pytest.mark.parametrize("longest", [96, 60])
+def test_a_scale_made_of_the_largest_position_is_refused_without_the_self_check(longest: int) -> None:
+    """Unless no position of the model is so large that it shows."""
+
+    class Scaled(Branching):
+        def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+            position_ids = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
+            return super().forward(input_ids, position_ids) * torch.where(position_ids.max() >= 60, 2.0, 1.0)
+
+    model = Scaled(0, 1.0).eval()
+    model.config = SimpleNamespace(max_position_embeddings=longest)
+    if longest == 60:
+        LLM(model, num_pages=20, self_check=False).close()
+        return
+    with pytest.raises(UnsupportedError, match=r"max_1 mixes tokens.*with max_position_embeddings at most the length"):
+        LLM(model, num_pages=20, self_check=False)

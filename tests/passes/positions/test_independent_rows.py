@@ -105,6 +105,16 @@ def test_rows_that_mix_behind_the_last_attention_are_refused() -> None:
     assert "the model's forward: cumsum" in str(refusal_of(Late(Changed(lambda q, pos: q))))
 
 
+def test_a_far_position_that_moves_the_models_own_forward_is_told_without_a_self_check() -> None:
+    class Scaled(Toy):
+        def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+            return super().forward(input_ids, position_ids) * (1 + position_ids.max() / 50)
+
+    result = rewrite_of(Scaled(Changed(lambda q, pos: q)))
+    assert result.mixes is not None and result.mixes.by_position
+    assert "the model's forward: max_1 mixes tokens" in str(result.mixes) and "max_position_embeddings" in str(result.mixes)
+
+
 def through_experts(q: Tensor, pos: Tensor) -> Tensor:
     """Behind them stands what tells the last bit, as routers with ties do."""
     rows = q[0].transpose(0, 1).flatten(1)
