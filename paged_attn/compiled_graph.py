@@ -84,6 +84,8 @@ class CompiledGraph(RewrittenGraph):
                 + (" Call compiled(**batch.model_inputs()) inside the context." if "input_ids" in self.roles else "")
             )
         self._check_call(context, args)
+        if self.rewrite.mixes is not None and not self.options.self_check:
+            raise self.rewrite.mixes
         self.check(args)
         return self._run_paged(*args)
 

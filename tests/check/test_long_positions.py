@@ -16,6 +16,7 @@ from paged_attn.check.compare import long_positions
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.runners.traced_runner import TracedRunner
+from paged_attn.passes import pass_list
 from tests.oracle import random_prompts
 from tests.tiny_models import LONG_ROPE, VOCAB, build
 from tests.versions import newest_only
@@ -93,8 +94,19 @@ def test_a_composite_model_is_told_which_of_its_configs() -> None:
         TracedRunner(Follows(64, SimpleNamespace(get_text_config=lambda: text)), CompileOptions(inductor=False))
 
 
-def test_without_the_self_check_nothing_is_compared_and_a_long_request_does_change_a_short_one() -> None:
+def test_without_the_self_check_the_proof_refuses_it() -> None:
+    words = r"the model's forward: max_1 mixes tokens, .*with max_position_embeddings at most the length"
+    with pytest.raises(UnsupportedError, match=words):
+        LLM(Follows(64).eval(), num_pages=64, self_check=False)
+    compiled = torch.compile(Follows(64).eval(), backend="paged_attn", options={"self_check": False})
+    pool, batch = KVPool(attention_layers(compiled), 8, 16, torch.float32), Batch.build([BatchRequest(range(9), [3])], 16)
+    with torch.no_grad(), forward_context(batch, pool), pytest.raises(UnsupportedError, match=words):
+        compiled(**{name: value for name, value in batch.model_inputs().items() if name != "use_cache"})
+
+
+def test_a_long_request_does_change_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: what is refused above goes wrong."""
+    monkeypatch.setattr(pass_list, "check_independent_rows", lambda *_: "not looked at")
     model, params = Follows(64).eval(), SamplingParams(max_new_tokens=8)
     short, long = random_prompts((9, 90))
     expected = list(short)

@@ -291,8 +291,9 @@ def _traced(
         if gives_last_alone(wanted[0][0]):
             for_all_tokens(gm)
         compiled = CompiledGraph.of_trace(gm, example_inputs, *wanted[0])
-        if compiled.rewrite.mixes is not None:
-            raise compiled.rewrite.mixes
+        mixes = compiled.rewrite.mixes
+        if mixes is not None and (mixes.module or not mixes.by_position or not compiled.options.self_check):
+            raise mixes  # otherwise the self-check refuses it, and says what to set
         captured.append((compiled, list(example_inputs)))
         return stop
 
