@@ -97,8 +97,10 @@ def moved_rows(node: fx.Node, given: Mapping[fx.Node, Rows], tokens: Any) -> Any
         except MISFITS:
             return None
         several = isinstance(result, (tuple, list))
-        parts = list(zip(result, value_of(node), strict=True)) if several else [(result, value_of(node))]
-        found.append([_layouts(made, traced, step, tokens, length) for made, traced in parts])
+        made, traced = (result, value_of(node)) if several else ([result], [value_of(node)])
+        if len(made) != len(traced):
+            return None  # parts of a fixed number of rows: how many there are depends on T
+        found.append([_layouts(*part, step, tokens, length) for part in zip(made, traced, strict=True)])
     chosen = [next((layout for layout in one if one[layout] == two.get(layout)), None) for one, two in zip(*found, strict=True)]
     if any(layout is None for layout in chosen):
         return None

@@ -52,6 +52,10 @@ class MixesRows(UnsupportedError):
         super().__init__(words)
 
 
+class FixedParts(MixesRows):
+    """A module cuts its rows into as many parts as the traced number of tokens needs, as in x.split(40)."""
+
+
 class _Values(NamedTuple):
     """A node's value in each run: with the original tokens, and with half of them changed."""
 
@@ -69,7 +73,7 @@ def check_independent_rows(graph: fx.Graph, form: CallForm, values: Values, long
         MixesRows: a row of an unchanged token changed; it names the module where rows mix first.
     """
     plain = {node: dict.__getitem__(values, node) for node in graph.nodes if node.op == "placeholder"}  # not recorded as read by a proof
-    seen: list[int] = []
+    seen, failed = list[int](), dict[int, fx.Node | None]()
     looked_at = 0
     for tokens in _lengths(graph, form, plain, longest):
         for position in ((longest or 4 * tokens) - 1, 0) if tokens > FEWEST or not seen else ():
@@ -82,14 +86,45 @@ def check_independent_rows(graph: fx.Graph, form: CallForm, values: Values, long
             except MODEL_ERRORS as error:  # including too little memory for so many tokens
                 why = f"{type(error).__name__}: {error}"
                 logger.info("rows of %d tokens, one of them at position %d, cannot be evaluated: %s", tokens, position, why)
+                if not position:
+                    failed[tokens] = run.at
                 continue
             seen, looked_at = [*seen, tokens], run.looked_at
             break
     if not seen:
+        _refuse_one_length(graph, form, plain)
         return "not evaluated: it does not run on random rows"
+    if (shorter := min(failed, default=max(seen))) < max(seen):
+        raise _fixed_parts(failed[shorter], shorter, max(seen))
     return (
         f"{looked_at} values that ops and logits are made of hold a row of each token's own, seen on {' and '.join(map(str, seen))} tokens"
     )
+
+
+def _refuse_one_length(graph: fx.Graph, form: CallForm, values: Values) -> None:
+    """For a graph that ran with no other length. Raises FixedParts if it does with that of the trace."""
+    traced = as_traced(values[form.input_ids].shape[-1])
+    if not isinstance(traced, int):
+        return
+    try:
+        _Run(graph, form, values, traced, 0).mixed_end()
+    except MODEL_ERRORS:
+        return
+    half = _Run(graph, form, values, traced // 2, 0)
+    try:
+        half.mixed_end()
+    except MODEL_ERRORS:
+        raise _fixed_parts(half.at, traced // 2, traced) from None
+
+
+def _fixed_parts(node: fx.Node | None, short: int, long: int) -> FixedParts:
+    assert node is not None
+    where = module_path(node) or "the model's forward"
+    words = (
+        f"{where}: {node.name} runs with {long} tokens and not with {short}: how many parts it makes or takes depends on the number of "
+        "tokens, as in x.split(40)"
+    )
+    return FixedParts(module_path(node), words, by_position=False)
 
 
 def _lengths(graph: fx.Graph, form: CallForm, values: Values, longest: int | None) -> list[int]:
@@ -114,6 +149,7 @@ class _Run:
     def __init__(self, graph: fx.Graph, form: CallForm, values: Values, tokens: int, position: int) -> None:
         self.graph, self.form, self.values, self.tokens, self.position = graph, form, values, tokens, position
         self.looked_at = 0
+        self.at: fx.Node | None = None  # what it computes
         self.changes = torch.rand(tokens, generator=torch.Generator().manual_seed(31)) < 0.5
         self.changes[0] = self.changes[-1] = True
         self.changes[tokens // 2] = False
@@ -182,6 +218,7 @@ class _Run:
                     del known[other]
 
     def _compute(self, node: fx.Node, known: dict[fx.Node, _Values], generator: torch.Generator) -> None:
+        self.at = node
         if node.target in _COUNTED:
             for target in written_values(node):
                 self._count(known[target], node.target is BATCH_POSITIONS)

@@ -45,12 +45,13 @@ from paged_attn.engine.tracing.while_tracing import (
 )
 from paged_attn.passes.find.attention_site import UnknownAttention
 from paged_attn.passes.fx.model_facts import max_positions
-from paged_attn.passes.positions.independent_rows import MixesRows
+from paged_attn.passes.positions.independent_rows import FixedParts, MixesRows
 from paged_attn.passes.prove.mask_probe import ShortTable
 from paged_attn.stopwatch import part
 
 logger = logging.getLogger("paged_attn")
 TRACE_TOKENS = 6
+FEW_POSITIONS = 512  # rather than be limited to fewer, a model runs modules that fit no more tokens unchanged, on all tokens
 NONE: Mapping[str, AllTokensCall] = types.MappingProxyType({})
 LONGEST_TRACE = 1 << 20
 LONGEST_TRIED = 4096  # tokens of a call that only checks whether the model can run it
@@ -155,10 +156,11 @@ def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: b
         try:
             compiled, args = _capture(model, options, trace_inputs(model, length, positions), limited, layers)
         except UnsupportedError as refusal:
-            if best is not None:
+            in_parts = isinstance(refusal, FixedParts) and length < FEW_POSITIONS
+            if best is not None and not in_parts:
                 _say_limit(model, length - 2, positions, refusal)
                 return best
-            if length == TRACE_TOKENS:
+            if length == TRACE_TOKENS or in_parts:
                 if not isinstance(refusal, ShortTable) or not _runs(model, refusal.length + 1, positions):
                     raise
                 length = refusal.length + 2  # the table may be left in the model from calls with this many tokens
