@@ -454,13 +454,14 @@ class Engine:
             self._in_flight.append(launched)
             self.kv.states.keep(layout.requests)
             if needs_host:
-                self._collect(1)
-                self.last_scheduled = layout.requests
                 try:
+                    self._collect(1)
+                    self.last_scheduled = layout.requests
                     launched.choose(self.sampler, output, future_tokens)
                 except BaseException:
-                    self._in_flight.remove(launched)
-                    launched.rollback()
+                    if launched in self._in_flight:  # otherwise it was taken back with the step before
+                        self._in_flight.remove(launched)
+                        launched.rollback()
                     raise
 
     def _collect(self, keep: int) -> None:

@@ -13,7 +13,7 @@ from paged_attn.attn_ops.batch.packed_ints import copy_to_device
 from paged_attn.engine.requests.pooled_rows import PooledPart, PooledRows
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.sampling.sampler import Sampler
-from paged_attn.engine.sampling.sampler_output import ChosenTokens, PromptScores, SampledToken, SamplerOutput
+from paged_attn.engine.sampling.sampler_output import BAD_LOGITS, ChosenTokens, PromptScores, SampledToken, SamplerOutput
 from paged_attn.engine.steps.future_tokens import FutureTokens
 from paged_attn.engine.steps.step_layout import StepLayout
 
@@ -72,16 +72,18 @@ class InFlightStep:
         logits, greedy_tokens = output.logits, output.greedy_tokens
         if layout.sample_rows is not None:
             logits, greedy_tokens = logits.index_select(0, copy_to_device(layout.sample_rows, logits.device)), None
-        self.chosen = sampler.choose(logits, layout.states, greedy_tokens)
-        if self.chosen.tokens is not greedy_tokens:
-            future_tokens.store(self.chosen.tokens)
+        chosen = sampler.choose(logits, layout.states, greedy_tokens)
+        if chosen.tokens is not greedy_tokens:
+            future_tokens.store(chosen.tokens)
+        self.chosen = chosen
         for state in layout.states.values():
             state.num_chosen += 1
 
     def wait(self) -> None:
         """Wait until the tokens are on the host."""
         if self._results is None:
-            tokens = self.chosen.wait() if self.chosen is not None else ChosenTokens([], [])
+            num_rows = len(self.layout.sampling)  # all of them of requests that have ended if nothing was chosen
+            tokens = self.chosen.wait() if self.chosen is not None else ChosenTokens([BAD_LOGITS] * num_rows, [None] * num_rows)
             if self.prompt_scores is not None:
                 self._scores = zip((request for request, _ in self.layout.scored), self.prompt_scores.wait(), strict=True)
             if self.pooled_rows is not None:

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from paged_attn import SamplingParams
 from paged_attn.engine.engine import Engine
+from paged_attn.engine.output_processor import OutputProcessor
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.sampling.sampler import Sampler
 from paged_attn.engine.sampling.sampler_output import SamplerOutput
+from paged_attn.engine.steps.future_tokens import FutureTokens
 from tests.engine.models import assert_idle, fail_once, make_engine, oracle, random_prompts, run_all, run_past_errors, tokenizer
 
 PROMPTS = random_prompts(0, 6, 19, 11)
@@ -100,7 +102,7 @@ def test_guides_get_each_token_once_and_say_as_without_overlap(num_pages: int) -
     assert {reason for _, reason in outputs[0][:2]} == {"stop"} and len(outputs[0][0][0]) < 24
 
 
-@pytest.mark.parametrize("what", ["launch", "wait", "choose"])
+@pytest.mark.parametrize("what", ["launch", "wait", "choose", "store"])
 @pytest.mark.parametrize("at_call", (1, 2, 3, 7, 12))
 def test_what_fails_once_is_done_again(what: str, at_call: int, monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]) -> None:
     engine = make_engine(overlap=True)
@@ -108,7 +110,7 @@ def test_what_fails_once_is_done_again(what: str, at_call: int, monkeypatch: pyt
     if what == "launch":
         fail_once(engine, RuntimeError("once"), at_call)
     else:
-        owner: Any = SamplerOutput if what == "wait" else Sampler
+        owner: Any = {"wait": SamplerOutput, "choose": Sampler, "store": FutureTokens}[what]
         function, calls = getattr(owner, what), iter(range(1, 10**6))
 
         def failing(*args: Any) -> Any:
@@ -145,6 +147,39 @@ def test_when_the_tokens_before_end_all_requests_nothing_is_chosen(monkeypatch: 
     run_all(engine)
     assert request.output_token_ids == answer[: answer.index(answer[2]) + 1] and str(request.finish_reason) == "stop"
     assert log.count("launch") == len(request.output_token_ids) + 1 and log[-2:] == ["launch", "wait"]
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(("max_requests", "later"), [(1, 0), (4, 1)], ids=["it waits", "it is in the middle of its prompt"])
+def test_when_they_end_all_that_have_a_token_to_come_others_go_on(max_requests: int, later: int) -> None:
+    """The tokens before end the only request that the step chooses for."""
+    engine = make_engine(overlap=True, tokenizer=tokenizer(), max_requests=max_requests, max_batch_tokens=8)
+    guided = engine.add_request(PROMPTS[0], SamplingParams(max_new_tokens=9, regex="[a-c]"))
+    for _ in range(later):
+        engine.step()
+    other = engine.add_request(PROMPTS[1], GREEDY)
+    run_all(engine)
+    assert len(guided.output_token_ids) == 1 and str(guided.finish_reason) == "stop"
+    assert other.output_token_ids == oracle(PROMPTS[1])
+    assert_idle(engine)
+
+
+def test_what_fails_while_tokens_are_processed_takes_the_launched_step_back(
+    monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]
+) -> None:
+    """No tokens are chosen for it yet."""
+    engine = make_engine(overlap=True)
+    requests = added(engine)
+    process, calls = OutputProcessor.process, iter(range(1, 10**6))
+
+    def failing(*args: Any) -> None:
+        if next(calls) == 3:
+            raise RuntimeError("once")
+        process(*args)
+
+    monkeypatch.setattr(OutputProcessor, "process", failing)
+    _, raised = run_past_errors(engine)
+    assert raised == 1 and [request.output_token_ids for request in requests] == expected
     assert_idle(engine)
 
 
