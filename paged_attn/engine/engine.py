@@ -446,23 +446,20 @@ class Engine:
             self.stats.model_seconds += time.perf_counter() - before_model
             scores = PromptScores(output.logits, [tokens for _, tokens in layout.scored]) if layout.scored else None
             pooled = PooledRows(output.logits, [part for _, part in layout.pooled]) if layout.pooled else None
-            launched, future_tokens = InFlightStep(layout, next(self._step_numbers), scores, pooled), self.step_runner.future_tokens
-            needs_host = bool(self._in_flight) and any(state.params.needs_host for state in layout.states.values())
-            if not needs_host:
-                launched.choose(self.sampler, output, future_tokens)
+            launched = InFlightStep(layout, next(self._step_numbers), scores, pooled)
             launched.begin()
             self._in_flight.append(launched)
-            self.kv.states.keep(layout.requests)
-            if needs_host:
-                try:
+            try:
+                self.kv.states.keep(layout.requests)
+                if len(self._in_flight) > 1 and any(state.params.needs_host for state in layout.states.values()):
                     self._collect(1)
                     self.last_scheduled = layout.requests
-                    launched.choose(self.sampler, output, future_tokens)
-                except BaseException:
-                    if launched in self._in_flight:  # otherwise it was taken back with the step before
-                        self._in_flight.remove(launched)
-                        launched.rollback()
-                    raise
+                launched.choose(self.sampler, output, self.step_runner.future_tokens)
+            except BaseException:
+                if launched in self._in_flight:  # otherwise it was taken back with the step before
+                    self._in_flight.remove(launched)
+                    launched.rollback()
+                raise
 
     def _collect(self, keep: int) -> None:
         """Process the results of the oldest steps until `keep` steps are in flight, and results that an exception left unprocessed."""

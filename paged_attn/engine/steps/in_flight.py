@@ -53,13 +53,13 @@ class InFlightStep:
         """Advance all requests at once as if the step had finished. Their rows must still be where the layout says."""
         layout, number = self.layout, self.number
         rows, sampling = layout.rows, layout.indices[layout.samples]
-        rows.num_cached[layout.indices] = layout.ends
         num_tokens = rows.num_tokens[sampling] + 1
-        rows.num_tokens[sampling] = num_tokens
-        rows.future_row[sampling] = np.arange(len(sampling))
-        rows.produced_by[sampling] = number
         is_inner = (num_tokens > rows.num_prompt[sampling] + 1) & (num_tokens < rows.token_limit[sampling])
         self._goes_on = is_inner & (rows.skips_host_work[sampling] > 0)
+        rows.future_row[sampling] = np.arange(len(sampling))
+        rows.produced_by[sampling] = number
+        rows.num_cached[layout.indices] = layout.ends
+        rows.num_tokens[sampling] = num_tokens
 
     def choose(self, sampler: Sampler, output: StepOutput, future_tokens: FutureTokens) -> None:
         """Launch the choice of its tokens, and store them for the next step. Requests that have ended since the step began do not count:

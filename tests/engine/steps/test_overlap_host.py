@@ -11,11 +11,13 @@ from torch import Tensor
 
 from paged_attn import SamplingParams
 from paged_attn.engine.engine import Engine
+from paged_attn.engine.memory.request_states import RequestStates
 from paged_attn.engine.output_processor import OutputProcessor
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.sampling.sampler import Sampler
 from paged_attn.engine.sampling.sampler_output import SamplerOutput
 from paged_attn.engine.steps.future_tokens import FutureTokens
+from paged_attn.engine.steps.in_flight import InFlightStep
 from tests.engine.models import assert_idle, fail_once, make_engine, oracle, random_prompts, run_all, run_past_errors, tokenizer
 
 PROMPTS = random_prompts(0, 6, 19, 11)
@@ -27,7 +29,7 @@ def as_they_are(_: Tensor, scores: Tensor) -> Tensor:
 
 
 WATCHED = SamplingParams(max_new_tokens=12, logits_processors=(as_they_are,))
-DRAWN = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, frequency_penalty=0.7, logits_processors=(as_they_are,))
+DRAWN = SamplingParams(max_new_tokens=12, temperature=3.0, seed=3, frequency_penalty=0.7, logits_processors=(as_they_are,))
 GUIDES = (
     SamplingParams(max_new_tokens=24, regex="[a-c]{3,6}z?"),
     SamplingParams(max_new_tokens=24, json_schema='{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}'),
@@ -102,7 +104,7 @@ def test_guides_get_each_token_once_and_say_as_without_overlap(num_pages: int) -
     assert {reason for _, reason in outputs[0][:2]} == {"stop"} and len(outputs[0][0][0]) < 24
 
 
-@pytest.mark.parametrize("what", ["launch", "wait", "choose", "store"])
+@pytest.mark.parametrize("what", ["launch", "begin", "keep", "wait", "choose", "store"])
 @pytest.mark.parametrize("at_call", (1, 2, 3, 7, 12))
 def test_what_fails_once_is_done_again(what: str, at_call: int, monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]) -> None:
     engine = make_engine(overlap=True)
@@ -110,7 +112,8 @@ def test_what_fails_once_is_done_again(what: str, at_call: int, monkeypatch: pyt
     if what == "launch":
         fail_once(engine, RuntimeError("once"), at_call)
     else:
-        owner: Any = {"wait": SamplerOutput, "choose": Sampler, "store": FutureTokens}[what]
+        owners = {"begin": InFlightStep, "keep": RequestStates, "wait": SamplerOutput, "choose": Sampler, "store": FutureTokens}
+        owner: Any = owners[what]
         function, calls = getattr(owner, what), iter(range(1, 10**6))
 
         def failing(*args: Any) -> Any:
