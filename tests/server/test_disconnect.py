@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from paged_attn import SamplingParams
 from paged_attn.asynchronous.job import Job, Prompt
+from paged_attn.server.http.disconnect import PIECE, EventStream
 from tests.engine.models import make_engine, oracle, random_prompts
 from tests.server.serving import MODEL, Running, chat_tokenizer, held, serving, wait_for
 
@@ -157,3 +161,28 @@ def test_many_clients_that_come_go_and_err_on_few_pages_leave_nothing_and_get_th
             list(pool.map(client, range(120)))
         running.wait_idle()
         assert running.metric("preemptions_total") > 0 and running.metric("failed_steps_total") == 0
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_a_slow_client_has_missed_comes_in_pieces(direct: bool) -> None:
+    """In one piece it would be cut off for not taking all of it in `write_seconds`, though it reads all the time."""
+    sent: list[bytes] = []
+    events = [f"data: {number:09}" for number in range(20000)]
+
+    async def groups() -> AsyncIterator[list[str]]:
+        yield events[:1]
+        yield events[1:]
+
+    async def send(message: Message) -> None:
+        sent.extend(filter(None, [message.get("body")]))
+
+    async def send_chunk(data: bytes) -> None:
+        sent.append(data)
+
+    async def stays() -> Message:
+        return await asyncio.Future[Message]()
+
+    connection = Mock(takes_chunks=direct, send_chunk=send_chunk)
+    asyncio.run(EventStream(groups(), Mock())({"type": "http", "state": {"connection": connection}}, stays, send))
+    assert b"".join(sent).decode() == "".join(f"{event}\n\n" for event in events)
+    assert sent[0].decode() == events[0] + "\n\n" and len(sent) > 3 and all(0 < len(piece) <= PIECE for piece in sent)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+PIECE = 64 << 10  # bytes; asyncio tells that a client takes nothing from so many on
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T | None:
@@ -47,7 +48,8 @@ class EventStream(Response):
     that waits in the queue sends none.
 
     Args:
-        groups: events without the empty line after each, in groups that are sent together.
+        groups: events without the empty line after each, in groups that are sent together; large ones in pieces, each when the client has
+            taken most of those before, so that one that reads slowly is not cut off as one that reads nothing.
     """
 
     media_type = "text/event-stream"
@@ -72,8 +74,10 @@ class EventStream(Response):
             if not events:
                 continue
             data = "".join(f"{event}\n\n" for event in events).encode()
-            if connection is not None and direct:
-                await connection.send_chunk(data)
-            else:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            for start in range(0, len(data), PIECE):
+                piece = data[start : start + PIECE]
+                if connection is not None and direct:
+                    await connection.send_chunk(piece)
+                else:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
