@@ -17,6 +17,7 @@ from paged_attn.engine.sampling.structured.guides import Guide, GuideError
 from paged_attn.engine.sampling_params import SamplingParams
 
 Params = SamplingParams | PoolingParams
+MOST_EVENTS = 256  # in a batch: telling a client of so many takes some 10 ms of the event loop, and more with log-probabilities
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ class Job:
         assert isinstance(update, Accepted), update
 
     async def batches(self) -> AsyncIterator[list[Event]]:
-        """All events that have come since the last batch, until all requests have finished. A reader that falls behind gets more at once.
+        """All events that have come since the last batch, at most MOST_EVENTS, until all requests have finished. A reader that falls behind
+        gets more at once; between its batches others have the event loop.
 
         Raises:
             ServingError: a request failed, after the events before that; the others of the job are then to be cancelled.
@@ -135,18 +137,24 @@ class Job:
         while left:
             await self._any()
             updates, self._updates = self._updates, []
-            events, error = list[Event](), None
-            for update in updates:
-                if isinstance(update, tuple) and update[1].finish_reason != "error":
-                    left -= update[1].finish_reason is not None
+            for start in range(0, len(updates), MOST_EVENTS):
+                if start:
+                    await asyncio.sleep(0)
+                events, error = list[Event](), None
+                for update in updates[start : start + MOST_EVENTS]:
+                    if not isinstance(update, tuple) or update[1].finish_reason == "error":
+                        error = self._error_of(update)
+                        break
                     events.append(update)
-                else:
-                    error = self._error_of(update)
-                    break
-            if events:
-                yield events
-            if error is not None:
-                raise self._failed(error) from error.__cause__
+                    left -= update[1].finish_reason is not None
+                    if not left:
+                        break
+                if events:
+                    yield events
+                if error is not None:
+                    raise self._failed(error) from error.__cause__
+                if not left:
+                    return
 
     async def events(self) -> AsyncIterator[Event]:
         """(number of the request, event) until all have finished; raises as `batches` does."""

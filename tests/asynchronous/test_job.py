@@ -10,7 +10,7 @@ import pytest
 
 from paged_attn import SamplingParams
 from paged_attn.asynchronous.errors import QueueFullError, RequestFailedError
-from paged_attn.asynchronous.job import Accepted, Job, Prompt, Update
+from paged_attn.asynchronous.job import MOST_EVENTS, Accepted, Job, Prompt, Update
 from paged_attn.engine.requests.outputs import TokenEvent
 from tests.asynchronous.test_async_llm import make
 
@@ -52,6 +52,37 @@ def test_a_reader_that_waits_gets_each_event_as_it_comes() -> None:
         return batches
 
     assert asyncio.run(work()) == [[1], [2], [3]]
+
+
+def test_a_reader_that_is_very_late_leaves_turns_to_others() -> None:
+    """Telling its client of all at once would take seconds of the event loop."""
+
+    async def work() -> None:
+        job, turns, seen = made(), list[int](), list[int | None]()
+        for number in range(3 * MOST_EVENTS):
+            job.receive((0, token(number)))
+        job.receive((0, token(-1, "stop")))
+
+        async def other() -> None:
+            while True:
+                turns.append(len(seen))
+                await asyncio.sleep(0)
+
+        beside = asyncio.ensure_future(other())
+        async for batch in job.batches():
+            seen += [event.token_id for _, event in batch]
+        beside.cancel()
+        assert seen == [*range(3 * MOST_EVENTS), -1] and turns == [MOST_EVENTS, 2 * MOST_EVENTS, 3 * MOST_EVENTS]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("late", [1, MOST_EVENTS])
+def test_what_comes_after_the_end_ends_nothing(late: int) -> None:
+    """Such as a deadline that passes while the client reads the end."""
+    tokens = [(0, token(number)) for number in range(late)]
+    updates = [*tokens, (0, token(-1, "stop")), QueueFullError("full")]
+    assert [each for batch in asyncio.run(read(made(), *updates)) for each in batch] == [*range(late), -1]
 
 
 @pytest.mark.parametrize(
