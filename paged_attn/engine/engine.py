@@ -424,12 +424,13 @@ class Engine:
         try:
             self._run(step_runner, step, layout, len(columns.tokens))
         except BaseException:
+            failed = self.last_scheduled  # this step's, or those of the one before, if its tokens did not come
             with self.kv.states.without_sharing_last(requests):
                 try:
                     self._collect(0)  # earlier results are not lost
                 finally:
                     self._reset_after_error([request for request in requests if request.finish_reason is None])
-            self.last_scheduled = requests
+            self.last_scheduled = failed
             raise
         self.stats.steps += 1
         self.stats.prompt_tokens += layout.num_of_prompts

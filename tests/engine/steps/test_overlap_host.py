@@ -128,6 +128,31 @@ def test_what_fails_once_is_done_again(what: str, at_call: int, monkeypatch: pyt
     assert_idle(engine)
 
 
+@pytest.mark.parametrize(("what", "hit"), [("wait", [0, 1]), ("choose", [0])])
+def test_who_was_in_the_step_that_failed_is_known(what: str, hit: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third step is launched without a request whose last token the second one chose; then that one's tokens are waited for."""
+    engine = make_engine(overlap=True)
+    requests = [engine.add_request(PROMPTS[0], WATCHED), engine.add_request(PROMPTS[1], SamplingParams(max_new_tokens=2))]
+    owner: Any = SamplerOutput if what == "wait" else Sampler
+    function = getattr(owner, what)
+
+    def failing(*args: Any) -> Any:
+        if engine.stats.steps == 2:
+            raise RuntimeError("once")
+        return function(*args)
+
+    engine.step()
+    engine.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, what, failing)
+        with pytest.raises(RuntimeError, match="once"):
+            engine.step()
+    assert [requests.index(request) for request in engine.last_scheduled] == hit
+    run_all(engine)
+    assert [request.output_token_ids for request in requests] == [oracle(PROMPTS[0]), oracle(PROMPTS[1], 2)]
+    assert_idle(engine)
+
+
 @pytest.mark.parametrize("after", range(1, 6))
 def test_one_that_is_cancelled_leaves_the_others(after: int, expected: list[list[int]]) -> None:
     engine = make_engine(overlap=True)
