@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from paged_attn.bench.measure import spread
+
 LOAD = re.compile(r"(\d+)x(\d+):(\d+)\+(\d+)")
 IDS = "1000-30000"  # no special tokens of most vocabularies, and within them
 
@@ -67,8 +69,8 @@ class Clients:
         answered = self.load.requests - len(self.errors)
         return {
             **vars(self.load), "stream": self.options.stream, "seconds": seconds, "tokens_per_second": answered * self.load.new / seconds,
-            "first_token": percentiles(self.first_tokens), "between_tokens": percentiles(self.gaps), "request": percentiles(self.latencies),
-            "errors": self.errors,
+            "first_token": spread(self.first_tokens) if self.first_tokens else None,
+            "between_tokens": spread(self.gaps) if self.gaps else None, "request": spread(self.latencies), "errors": self.errors,
         }  # fmt: skip
 
     async def _request(self) -> None:
@@ -93,11 +95,6 @@ class Clients:
         counts = re.findall(rb'"completion_tokens": ?(\d+)', end)
         if not counts or int(counts[-1]) != self.load.new:
             self.errors.append(end[-300:].decode(errors="replace"))
-
-
-def percentiles(values: list[float]) -> dict[str, float] | None:
-    ordered = sorted(values)
-    return {f"p{p}": ordered[min(len(ordered) - 1, p * len(ordered) // 100)] for p in (50, 90, 99)} if ordered else None
 
 
 def line(measured: dict[str, Any]) -> str:

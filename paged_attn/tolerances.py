@@ -79,7 +79,12 @@ def logits_apart(expected: Tensor, got: Tensor, narrow: torch.dtype) -> tuple[fl
     """
     errors = row_errors(expected, got)
     exact = narrow in LOGITS
-    return (worst(errors) if exact else typical(errors)), LOGITS.get(narrow, LOGITS_16_BIT)
+    return (worst(errors) if exact else typical(errors)), logits_limit(narrow)
+
+
+def logits_limit(dtype: torch.dtype) -> float:
+    """How far logits of a model of this type may be apart where nothing but rounding differs."""
+    return LOGITS.get(dtype, LOGITS_16_BIT)
 
 
 def _flat(rows: Tensor) -> Tensor:

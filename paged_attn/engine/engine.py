@@ -452,7 +452,7 @@ class Engine:
             self._in_flight.append(launched)
             try:
                 self.kv.states.keep(layout.requests)
-                if len(self._in_flight) > 1 and any(state.params.needs_host for state in layout.states.values()):
+                if len(self._in_flight) > 1 and any(state.needs_host for state in layout.states.values()):
                     self._collect(1)
                     self.last_scheduled = layout.requests
                 launched.choose(self.sampler, output, self.step_runner.future_tokens)

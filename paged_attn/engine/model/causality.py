@@ -16,7 +16,7 @@ from paged_attn.calling.call_signature import takes
 from paged_attn.calling.plain_modes import as_served
 from paged_attn.engine.model.rows_of_logits import gives_last_alone, rows_of_logits
 from paged_attn.passes.fx.model_facts import max_positions, model_device, model_dtype
-from paged_attn.tolerances import LOGITS, LOGITS_16_BIT, MULTIPLE, row_errors, typical, worst
+from paged_attn.tolerances import MULTIPLE, logits_limit, row_errors, typical, worst
 
 SEEDS, MORE, MOST_MORE = 3, 24, 256  # seeds tried; tokens added after the first compared row, and at most
 SINGLES, FEW = 5, 4  # calls of one token, and of lengths that a trace leaves out
@@ -53,7 +53,7 @@ def refuse_random(model: nn.Module, num_ids: int) -> None:
     with as_served(model):
         ids = _random_ids(model, min(MORE, max_positions(model) or MORE), num_ids, seed=0)
         one, two = (_logits_if_it_runs(model, ids) for _ in range(2))
-    limit = LOGITS.get(model_dtype(model), LOGITS_16_BIT)
+    limit = logits_limit(model_dtype(model))
     if one is not None and two is not None and not (error := typical(row_errors(one, two))) <= limit:
         raise UnsupportedError(
             f"{type(model).__name__} gives other logits for the same tokens when it is called again, by {error:.2g} of their size (allowed "
@@ -92,7 +92,7 @@ def refuse_branches(model: nn.Module, from_tokens: int, num_ids: int, excepted: 
             if short is None:  # it takes no calls that are so short, and says nothing of them
                 continue
             error = typical(row_errors(whole[last:end], short[last:]))
-            limit = LOGITS.get(model_dtype(model), LOGITS_16_BIT)
+            limit = logits_limit(model_dtype(model))
             if not error <= limit:
                 raise UnsupportedError(
                     f"{type(model).__name__} computes something else in short calls: it branches on the number of tokens, at "
@@ -134,7 +134,7 @@ def _refuse_one_token(model: nn.Module, num_ids: int) -> None:
             if one is None or two is None:
                 return
             errors.append(row_errors(two[:1], one))
-            if not seed and worst(errors[0]) <= LOGITS.get(model_dtype(model), LOGITS_16_BIT):
+            if not seed and worst(errors[0]) <= logits_limit(model_dtype(model)):
                 return  # a router's near-tie may move one token, but no branch leaves one where it was
             limits.append(_allowed(model, two, _logits_if_it_runs(model, ids), 0, 1))
     error, limit = typical(torch.cat(errors)), typical(torch.tensor(limits))
@@ -154,7 +154,7 @@ def _allowed(model: nn.Module, one: Tensor, other: Tensor | None, first: int, en
     Args:
         one, other: the logits [T, V] of the two calls; None: the second does not run.
     """
-    limit = LOGITS.get(model_dtype(model), LOGITS_16_BIT)
+    limit = logits_limit(model_dtype(model))
     return limit if other is None else max(limit, MULTIPLE * typical(row_errors(one[first:end], other[first:end])))
 
 
@@ -179,7 +179,7 @@ def refuse_acausal(model: nn.Module, start: int, num_ids: int, because: str) -> 
             whole = _logits_if_it_runs(model, ids)
             if whole is None:  # it has no more positions
                 return
-            limit = LOGITS.get(model_dtype(model), LOGITS_16_BIT)
+            limit = logits_limit(model_dtype(model))
             for end in ends:
                 error = typical(row_errors(whole[start:end], _logits(model, ids[:end])[start:]))
                 if not error <= limit:

@@ -14,7 +14,7 @@ from paged_attn.attn_ops.model_code import model_code
 from paged_attn.calling.call_signature import call_with_targets, plain_inputs, target_arguments
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.calling.plain_modes import as_served
-from paged_attn.tolerances import LOGITS, LOGITS_16_BIT, row_errors, typical
+from paged_attn.tolerances import logits_limit, row_errors, typical
 
 _last_alone: WeakSet[nn.Module] = WeakSet()  # models that give the logits of the last token alone
 
@@ -48,7 +48,7 @@ def logits_of_all(model: nn.Module, ids: Tensor) -> Tensor:
             except UnsupportedError:
                 continue
             if isinstance(given, Tensor) and given.shape == (1, *alone.shape):
-                if typical(row_errors(given[0], alone)) <= LOGITS.get(given.dtype, LOGITS_16_BIT):
+                if typical(row_errors(given[0], alone)) <= logits_limit(given.dtype):
                     _last_alone.remove(model)
                     call_with_targets(model, name)
                     return given

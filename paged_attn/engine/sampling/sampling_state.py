@@ -30,6 +30,7 @@ class SamplingState:
         seed: the seed in use, random if `params.seed` is None.
         num_chosen: how many launched steps called `Sampler.choose` with this state (not counted while it `is_argmax_only`). The next random
             number depends only on it and on the seed, so a failed step can be repeated.
+        needs_host: as `params.needs_host`, which takes longer to read.
         is_argmax_only: the most likely token is always chosen, and no log-probabilities are requested.
         allowed: `params.allowed_token_ids` as an array.
         counts_tokens: some penalty depends on the previous tokens.
@@ -47,7 +48,8 @@ class SamplingState:
         self.error: ValueError | None = None
         self.allowed = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64)
         self.counts_tokens = params.has_penalty
-        self._always_edits = self.counts_tokens or bool(params.logit_bias) or self.allowed is not None or params.needs_host
+        self.needs_host = params.needs_host
+        self._always_edits = self.counts_tokens or bool(params.logit_bias) or self.allowed is not None or self.needs_host
         self.is_argmax_only = params.is_greedy and not self._always_edits and forbidden is None and params.logprobs is None
 
     @property

@@ -156,11 +156,12 @@ def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: b
         try:
             compiled, args = _capture(model, options, trace_inputs(model, length, positions), limited, layers)
         except UnsupportedError as refusal:
-            in_parts = isinstance(refusal, FixedParts) and length < FEW_POSITIONS
-            if best is not None and not in_parts:
+            if isinstance(refusal, FixedParts) and length < FEW_POSITIONS:
+                raise
+            if best is not None:
                 _say_limit(model, length - 2, positions, refusal)
                 return best
-            if length == TRACE_TOKENS or in_parts:
+            if length == TRACE_TOKENS:
                 if not isinstance(refusal, ShortTable) or not _runs(model, refusal.length + 1, positions):
                     raise
                 length = refusal.length + 2  # the table may be left in the model from calls with this many tokens

@@ -69,15 +69,15 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send, connection: Connection | None) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        direct = connection is not None and connection.takes_chunks
+
+        async def through_app(data: bytes) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        send_piece = connection.send_chunk if connection is not None and connection.takes_chunks else through_app
         async for events in self.groups:
             if not events:
                 continue
             data = "".join(f"{event}\n\n" for event in events).encode()
             for start in range(0, len(data), PIECE):
-                piece = data[start : start + PIECE]
-                if connection is not None and direct:
-                    await connection.send_chunk(piece)
-                else:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send_piece(data[start : start + PIECE])
         await send({"type": "http.response.body", "body": b"", "more_body": False})
