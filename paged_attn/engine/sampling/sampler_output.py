@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
+from paged_attn.backends.devices import has_triton
 
 BLOCK_BYTES = 16 << 20  # float32 log-probabilities per block; finding the largest takes some six times as much
 LOW_BITS = 0xFFFFFFFF
@@ -31,30 +32,41 @@ class Logprobs(NamedTuple):
 
 
 def logprobs_of(logits: Tensor, wanted: Mapping[int, int], rows: Tensor, tokens: Tensor) -> Logprobs:
-    """Log-probabilities of a token of each of L rows: -inf of an id that there is no logit for (a padded table has more rows).
+    """Log-probabilities of a token of each of L rows: -inf of an id that there is no logit for (a padded table has more rows). On a GPU,
+    kernels compute them (`backends/sampling/logprobs.py`).
 
     Args:
         logits: [N, V], any floating dtype; wanted: how many of the most likely tokens each asks for.
         rows, tokens: [L] int64 on the device, rows of the logits; a token below 0 is none.
     """
+    most = min(max(wanted.values()), logits.shape[-1])
+    if logits.is_cuda and has_triton():
+        from paged_attn.backends.sampling import greedy, logprobs
+
+        if greedy.serves(logits) and most <= logprobs.MOST_LIKELY:
+            return Logprobs(list(wanted), list(wanted.values()), *logprobs.score_rows(logits, rows, tokens, most))
+    return Logprobs(list(wanted), list(wanted.values()), *scored_plainly(logits, rows, tokens, most))
+
+
+def scored_plainly(logits: Tensor, rows: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, ...]:
+    """`logprobs_of` with PyTorch operations, a block of rows at a time."""
     vocab = logits.shape[-1]
-    most, block = min(max(wanted.values()), vocab), max(BLOCK_BYTES // (4 * vocab), 1)
+    block = max(BLOCK_BYTES // (4 * vocab), 1)
     numbers, found = torch.arange(vocab, device=logits.device), []
     for few_rows, few_tokens in zip(rows.split(block), tokens.split(block), strict=True):
-        logprobs = logits.index_select(0, few_rows).float().log_softmax(-1)
-        targets = few_tokens.clamp(0, vocab - 1).unsqueeze(-1)
-        own = logprobs.gather(-1, targets)
-        ranks = 1 + (logprobs > own).sum(-1) + ((logprobs == own) & (numbers < targets)).sum(-1)
-        own, ids = own.squeeze(-1), most_likely(logprobs, most)
+        values = logits.index_select(0, few_rows).float()
+        logprobs, targets = values.log_softmax(-1), few_tokens.clamp(0, vocab - 1).unsqueeze(-1)
+        own, its = logprobs.gather(-1, targets).squeeze(-1), values.gather(-1, targets)
+        ranks = 1 + (values > its).sum(-1) + ((values == its) & (numbers < targets)).sum(-1)
+        ids = most_likely(values, most)
         found.append((torch.where((few_tokens >= vocab) & ~own.isnan(), -torch.inf, own), ranks, ids, logprobs.gather(-1, ids)))
-    own, ranks, ids, top = map(torch.cat, zip(*found, strict=True))
-    return Logprobs(list(wanted), list(wanted.values()), own, ranks, ids, top)
+    return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
 def most_likely(values: Tensor, count: int) -> Tensor:
     """values [L, V] float32 -> ids [L, count], the largest value first and the lower id first among equals; topk alone breaks ties as it
     likes, so it gets whole numbers that are all different: the value in the high bits, the id in the low ones."""
-    bits = values.contiguous().view(torch.int32)
+    bits = (values + 0.0).view(torch.int32)  # no -0.0
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     ids = torch.arange(values.shape[-1], device=values.device)
     best = ((ordered << 32) | (LOW_BITS - ids)).topk(count, dim=-1).values

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
@@ -57,27 +57,28 @@ class TokenCounts:
             self.counts = torch.cat([self.counts, torch.zeros_like(self.counts)])
             self._free += range(old, 2 * old)
         rows = [self._free.pop() for _ in states]
-        sizes = [len(each) for each in counted]
-        packed = PackedInts((len(rows), sum(sizes)), (sum(sizes),), self.device)
-        fresh, elements, values = packed.host
-        fresh[:] = rows
-        elements[:] = np.repeat(rows, sizes) * self.vocabulary + [token for each in counted for token in each]
-        values[:] = [value for each in counted for value in each.values()]
-        fresh_on, elements_on, values_on = packed.to_device()
-        self.counts.index_fill_(0, fresh_on, 0)
-        self.counts.view(-1)[elements_on] = values_on
+        total = sum(len(tokens) for tokens, _ in counted)
+        packed = PackedInts((len(rows), total), (total,), self.device)
+        packed.host[0][:] = rows
+        packed.host[1][:] = np.concatenate([row * self.vocabulary + tokens for row, (tokens, _) in zip(rows, counted, strict=True)])
+        packed.host[2][:] = np.concatenate([counts for _, counts in counted])
+        fresh, elements, values = packed.to_device()
+        self.counts.index_fill_(0, fresh, 0)
+        self.counts.view(-1)[elements] = values
         self._rows.update(zip(states, rows, strict=True))
 
-    def _counted(self, state: SamplingState) -> Counter[int]:
-        """Counts of tokens that there are logits for: the prompt may hold other ids, of a padded table."""
-        counted = Counter(state.tokens[state.num_prompt :])
-        for token in set(state.tokens[: state.num_prompt]):
-            if token < self.vocabulary:
-                counted[token] += IN_PROMPT
-        if counted and not 0 <= min(counted) <= max(counted) < self.vocabulary:
-            wrong = next(token for token in counted if not 0 <= token < self.vocabulary)
-            raise ValueError(f"tokens so far: got id {wrong}; allowed: 0 to {self.vocabulary - 1}, what the model's logits are of")
-        return counted
+    def _counted(self, state: SamplingState) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Distinct tokens that there are logits for, and what is counted of each: the prompt may hold other ids, of a padded table."""
+        tokens = np.array(state.tokens, np.int64)
+        prompt, output = tokens[: state.num_prompt], tokens[state.num_prompt :]
+        wrong = np.concatenate([prompt[prompt < 0], output[(output < 0) | (output >= self.vocabulary)]])
+        if len(wrong):
+            raise ValueError(f"tokens so far: got id {wrong[0]}; allowed: 0 to {self.vocabulary - 1}, what the model's logits are of")
+        prompt = np.unique(prompt[prompt < self.vocabulary])
+        distinct, places = np.unique(np.concatenate([prompt, output]), return_inverse=True)
+        counts = np.bincount(places[len(prompt) :], minlength=len(distinct))
+        counts[places[: len(prompt)]] += IN_PROMPT
+        return distinct, counts
 
 
 def penalised(scores: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:

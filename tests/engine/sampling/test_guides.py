@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from paged_attn import SamplingParams
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.backends.selection import packages
 from paged_attn.engine.requests.outputs import FinishReason
 from paged_attn.engine.sampling.structured import guides
 from paged_attn.engine.sampling.structured.guides import Guides
@@ -222,9 +223,13 @@ def test_without_llguidance_or_a_tokenizer_it_is_refused_and_nothing_else_is(mon
         make_llm().generate([[3]], SamplingParams(regex="a"))
     with pytest.raises(UnsupportedError, match="of this one it says: Only fast tokenizers are supported"):
         Guides([object()], 4, frozenset({END})).guide(SamplingParams(regex="a"))
-    monkeypatch.setitem(sys.modules, "llguidance", None)
     llm = make_llm(tokenizer=tokenizer())
-    with pytest.raises(UnsupportedError, match=r"json_schema needs llguidance, which is not installed: pip install .*\[structured\]'"):
+    with monkeypatch.context() as older:  # than takes several end tokens; vLLM 0.20 wants one of these
+        older.setattr(packages.importlib.metadata, "version", lambda name: "1.3.0")
+        with pytest.raises(UnsupportedError, match=r"regex: needs llguidance 1.8 or newer, found 1.3.0: pip install .*\[structured\]'"):
+            llm.generate([3], SamplingParams(regex="a"))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UnsupportedError, match=r"json_schema: llguidance 1.8 is not installed: pip install .*\[structured\]'"):
         llm.generate([3], SamplingParams(json_schema={}))
     assert llm.generate([3], SamplingParams(max_new_tokens=2))[0].token_ids == oracle([3], 2)
 

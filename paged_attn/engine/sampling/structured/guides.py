@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import os
 import threading
 import weakref
@@ -21,12 +20,14 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.install_line import install_line
+from paged_attn.backends.needs import Requirement
+from paged_attn.backends.selection.packages import unmet_requirement
 from paged_attn.engine.sampling.structured.compile_process import as_grammar, error_of, read_matcher
 from paged_attn.engine.sampling.structured.trials import GuideTrials, Trial, check_size
 from paged_attn.engine.sampling_params import SamplingParams
 
 T = TypeVar("T")
-INSTALL = install_line("structured")
+LLGUIDANCE = Requirement("llguidance", "1.8", install_line("structured"))
 MAX_KEPT = 64
 MAX_KEPT_BYTES = 256 << 20
 STACK_BYTES = 64 << 20  # many times a trial's stack: what overflows no stack there does not here
@@ -142,8 +143,8 @@ class Guides:
                 self._kept.popitem(last=False)
 
     def _read(self, what: str, source: str) -> Guide:
-        if importlib.util.find_spec("llguidance") is None:
-            raise UnsupportedError(f"{what} needs llguidance, which is not installed: {INSTALL}")
+        if reason := unmet_requirement(LLGUIDANCE):
+            raise UnsupportedError(f"{what}: {reason}")
         if self._vocabulary is None or self._trials is None:
             self._vocabulary, self._trials = self._read_vocabulary(what)
         tokens = self._vocabulary.tokens
