@@ -10,7 +10,7 @@ from typing import Any
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.generation_config import as_params
 from paged_attn.engine.model.model_limits import ModelLimits
-from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, MarkedDecoder, WholeText
+from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, MarkedDecoder, WholeText, direct_decoder
 from paged_attn.engine.requests.pooled_rows import Pooled, PoolingParams
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.requests.token_texts import TokenTexts
@@ -49,6 +49,8 @@ class InputProcessor:
     def __post_init__(self) -> None:
         self._bad_words = functools.lru_cache(64)(functools.partial(bad_words, tokenizer=self.tokenizer))
         self._token_texts = TokenTexts(self.tokenizer)
+        self._decoder = direct_decoder(self.tokenizer)
+        self._marked = functools.lru_cache(8)(functools.partial(MarkedDecoder, self.tokenizer))
         self.guides = Guides(self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
 
     @property
@@ -133,7 +135,7 @@ class InputProcessor:
     def _detokenizer(
         self, params: SamplingParams, tokens: list[int], text_at_end: bool, kept_tokens: frozenset[int]
     ) -> WholeText | IncrementalDetokenizer:
-        decoder = MarkedDecoder(self.tokenizer, kept_tokens) if kept_tokens else self.tokenizer
+        decoder = self._marked(kept_tokens) if kept_tokens else self._decoder
         skip = params.skip_special_tokens
         if not params.stop and (text_at_end or decoder is None):
             return WholeText(decoder, tokens, skip)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
 from paged_attn.shown import shown
 
 REPLACEMENT = "\ufffd"
@@ -19,6 +21,25 @@ class TokenDecoder(Protocol):
     def decode(self, token_ids: Any, /, *, skip_special_tokens: bool) -> Any: ...
 
 
+CLEANED = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're k"  # all that `clean_up_tokenization` shortens
+
+
+def direct_decoder(tokenizer: Any) -> Any:
+    """The `tokenizers.Tokenizer` beneath a tokenizer whose `decode` gives what that one does: each token of a stream is decoded twice, and
+    transformers' layers above take three times as long as the decoding. Any other tokenizer as it is."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return tokenizer
+    used, known = (tokenizer.decode, tokenizer._decode), (PreTrainedTokenizerBase.decode, PreTrainedTokenizerFast._decode)
+    if tuple(getattr(each, "__func__", None) for each in used) != known:
+        return tokenizer
+    decoder = tokenizer.backend_tokenizer
+    if tokenizer.clean_up_tokenization_spaces:  # which transformers heeds for some models of tokens only
+        ids = tokenizer(CLEANED, add_special_tokens=False).input_ids
+        if tokenizer.decode(ids) != decoder.decode(ids, skip_special_tokens=False):
+            return tokenizer
+    return decoder
+
+
 class MarkedDecoder:
     """A `TokenDecoder` that keeps some special tokens in the text that its tokenizer would skip.
 
@@ -27,13 +48,13 @@ class MarkedDecoder:
     """
 
     def __init__(self, tokenizer: Any, kept: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
+        self._decoder = direct_decoder(tokenizer)
         self._skipped = special_ids(tokenizer) - kept
 
     def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool) -> str:
         if skip_special_tokens:
             token_ids = [token for token in token_ids if token not in self._skipped]
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        text: str = self._decoder.decode(token_ids, skip_special_tokens=False)
         return text
 
 

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
+from paged_attn.engine.requests.detokenizer import direct_decoder
 
 REPLACEMENT = "\ufffd"
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # byte-fallback tokens of Llama, Gemma
@@ -16,21 +17,21 @@ class TokenTexts:
     """Texts of tokens, each asked for once; `tokenizer` may be None."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._decoder = direct_decoder(tokenizer)
         self._known: dict[int, str] = {}
 
     def __call__(self, token_id: int) -> str:
         """A token's text with its leading space; `token_id:N` for one that is not a whole text, such as a part of a character."""
-        if token_id not in self._known:
-            self._known[token_id] = self._read(token_id)
-        return self._known[token_id]
+        if (text := self._known.get(token_id)) is None:
+            text = self._known[token_id] = self._read(token_id)
+        return text
 
     def _read(self, token_id: int) -> str:
         """From two of them in a row: decoders drop the space before the first word."""
-        if self._tokenizer is None:
+        if self._decoder is None:
             return f"token_id:{token_id}"
         try:
-            once, twice = (self._tokenizer.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
+            once, twice = (self._decoder.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
         except MODEL_ERRORS:  # some raise for ids that only the model has
             return f"token_id:{token_id}"
         text: str = twice[len(once) :] if twice.startswith(once) else once

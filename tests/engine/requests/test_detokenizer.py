@@ -1,6 +1,7 @@
 """The incremental detokenizer: pieces join to the whole, nothing half-done is shown, stop strings cut exactly."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from paged_attn.engine.requests.detokenizer import MAX_WINDOW, IncrementalDetokenizer
+from paged_attn.engine.requests.detokenizer import MAX_WINDOW, IncrementalDetokenizer, direct_decoder
 
 SPECIAL = 256
 TEXT = "Hello  wörld, 你好 👩‍👩‍👧 🙂🙂 naïve\n\n\tend "
@@ -139,6 +140,30 @@ def test_works_with_a_transformers_tokenizer(tokenizer):
     ids = [SPECIAL, *(TEXT.encode() if tokenizer is BYTE_LEVEL else WORD_IDS), SPECIAL]
     for skip in (True, False):
         assert "".join(pieces_of(wrapped, ids, skip_special_tokens=skip)) == wrapped.decode(ids, skip_special_tokens=skip)
+
+
+class Shouting(PreTrainedTokenizerFast):
+    def decode(self, *args: Any, **settings: Any) -> str:
+        return super().decode(*args, **settings).upper()
+
+
+def test_the_tokenizer_beneath_decodes_where_it_gives_the_same_text():
+    words = models.WordLevel({word: number for number, word in enumerate([*"abcdefghijk.?!,'", "n't", "'m", "'s", "'ve", "'re", "x"])}, "x")
+    spaced = Tokenizer(words)
+    spaced.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    for inside, cleans in [(byte_level(), False), (byte_level(), True), (metaspace(True), False), (spaced, False)]:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=inside, clean_up_tokenization_spaces=cleans)
+        direct = direct_decoder(tokenizer)
+        assert isinstance(direct, Tokenizer)
+        for ids in [[1, 2, 3], [0, 5], [7]]:
+            assert all(
+                direct.decode(ids, skip_special_tokens=skip) == tokenizer.decode(ids, skip_special_tokens=skip) for skip in (False, True)
+            )
+    cleaning = PreTrainedTokenizerFast(tokenizer_object=spaced, clean_up_tokenization_spaces=True)
+    patched = PreTrainedTokenizerFast(tokenizer_object=byte_level(), clean_up_tokenization_spaces=False)
+    patched.decode = lambda ids, **settings: "what its owner put there"
+    kept = [cleaning, patched, Shouting(tokenizer_object=byte_level(), clean_up_tokenization_spaces=False), byte_level(), object(), None]
+    assert all(direct_decoder(each) is each for each in kept)
 
 
 def test_leading_spaces_and_specials_in_between():
