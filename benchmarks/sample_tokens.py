@@ -1,4 +1,5 @@
-"""Microseconds to draw a token for each row of logits: our kernels, and PyTorch's sort, softmax and running sum.
+"""Microseconds to draw a token for each row of logits: our kernels, and PyTorch's sort, softmax and running sum; and the same of
+log-probabilities, penalties and the masks of guides.
 
 python benchmarks/sample_tokens.py [--rows 1 8 32 128 256] [--vocabulary 128256] [--out FILE]
 
@@ -19,10 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_attn.backends.sampling import sample
+from paged_attn.backends.sampling import edits, logprobs, sample
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 from paged_attn.engine.sampling.sample_tokens import sample_with_torch
 from paged_attn.engine.sampling.sampler import greedy_sample
+from paged_attn.engine.sampling.sampler_output import scored_plainly
+from paged_attn.engine.sampling.structured.guides import forbid_plainly
+from paged_attn.engine.sampling.token_counts import IN_PROMPT, penalised
 
 SETTINGS: dict[str, dict[str, float]] = {
     "temperature": {},
@@ -48,7 +52,36 @@ def rows_of(rows: int, vocabulary: int, top_k: int = 0, top_p: float = 1.0, min_
     )
 
 
-def device_us(call: Callable[[], Tensor], repeats: int = 20) -> float:
+def others_of(logits: Tensor, tokens: Tensor) -> dict[str, dict[str, Callable[[], object]]]:
+    """What else is done with all rows, and two ways to do it."""
+    rows, (count, vocabulary) = torch.arange(len(logits), device="cuda"), logits.shape
+    scores, masks = logits.float(), torch.randint(0, 2**31, (count, -(-vocabulary // 32)), device="cuda").int()
+    counts = torch.zeros(count, vocabulary, dtype=torch.int32, device="cuda")
+    counts[:, :500] = IN_PROMPT + 1
+    repetition, frequency, presence = (torch.full((count,), value, device="cuda") for value in (1.1, 0.1, 0.5))
+    penalties = (repetition, frequency, presence)
+
+    def penalise_plainly() -> Tensor:
+        some, counted = scores.index_select(0, rows), counts.index_select(0, rows)
+        return scores.index_copy_(0, rows, penalised(some, counted, *penalties))
+
+    return {
+        "5 log-probabilities": {
+            "kernels": lambda: logprobs.score_rows(logits, rows, tokens, 5), "pytorch": lambda: scored_plainly(logits, rows, tokens, 5),
+        },
+        "20 log-probabilities": {
+            "kernels": lambda: logprobs.score_rows(logits, rows, tokens, 20), "pytorch": lambda: scored_plainly(logits, rows, tokens, 20),
+        },
+        "penalties": {
+            "kernels": lambda: edits.penalise(scores, rows, counts, rows, penalties, IN_PROMPT - 1), "pytorch": penalise_plainly,
+        },
+        "mask of a guide": {
+            "kernels": lambda: edits.forbid(scores, rows, masks), "pytorch": lambda: forbid_plainly(scores, rows, masks),
+        },
+    }  # fmt: skip
+
+
+def device_us(call: Callable[[], object], repeats: int = 20) -> float:
     for _ in range(3):
         call()
     graph = torch.cuda.CUDAGraph()
@@ -64,7 +97,7 @@ def device_us(call: Callable[[], Tensor], repeats: int = 20) -> float:
     return start.elapsed_time(end) / repeats * 1e3
 
 
-def host_us(call: Callable[[], Tensor], repeats: int = 20) -> float:
+def host_us(call: Callable[[], object], repeats: int = 20) -> float:
     call()
     torch.cuda.synchronize()
     started = time.perf_counter()
@@ -88,14 +121,19 @@ def main() -> None:
         for name, settings in SETTINGS.items():
             of = rows_of(rows, args.vocabulary, **settings)  # type: ignore[arg-type]
             row: dict[str, Any] = {"rows": rows, "settings": name}
-            ways = {"kernels": sample.sample_tokens, "sorting": lambda logits, _, of: sample_with_torch(logits, of)}
+            ways = {"kernels": sample.sample_tokens, "pytorch": lambda logits, _, of: sample_with_torch(logits, of)}
             tokens = {way: draw(logits, best, of) for way, draw in ways.items()}
-            row["alike"] = (tokens["kernels"] == tokens["sorting"]).float().mean().item()
+            row["alike"] = (tokens["kernels"] == tokens["pytorch"]).float().mean().item()
             for way, draw in ways.items():
                 call = partial(draw, logits, best, of)
                 row[f"{way}_us"], row[f"{way}_host_us"] = round(device_us(call), 1), round(host_us(call), 1)
             result.append(row)
             print(json.dumps(row), flush=True)
+        for name, both in others_of(logits, best).items():
+            row = {"rows": rows, "settings": name}
+            row |= {f"{way}_us": round(device_us(call), 1) for way, call in both.items()}
+            result.append(row | {f"{way}_host_us": round(host_us(call), 1) for way, call in both.items()})
+            print(json.dumps(result[-1]), flush=True)
     if args.out is not None:
         about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "vocabulary": args.vocabulary}
         args.out.write_text(json.dumps({**about, "rows": result}, indent=1) + "\n")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
 from paged_attn.shown import shown
 
 REPLACEMENT = "\ufffd"
@@ -27,6 +25,8 @@ CLEANED = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're k"  # all that `clean
 def direct_decoder(tokenizer: Any) -> Any:
     """The `tokenizers.Tokenizer` beneath a tokenizer whose `decode` gives what that one does: each token of a stream is decoded twice, and
     transformers' layers above take three times as long as the decoding. Any other tokenizer as it is."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return tokenizer
     used, known = (tokenizer.decode, tokenizer._decode), (PreTrainedTokenizerBase.decode, PreTrainedTokenizerFast._decode)

@@ -16,7 +16,7 @@ from paged_attn.engine.sampling.sample_tokens import sample_tokens
 from paged_attn.engine.sampling.sampler_output import BAD_LOGITS, NONE_LEFT, SamplerOutput, logprobs_of
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import forbid_others
-from paged_attn.engine.sampling.token_counts import TokenCounts, penalised
+from paged_attn.engine.sampling.token_counts import TokenCounts, penalise
 from paged_attn.engine.sampling_params import LogitsProcessor
 from paged_attn.parallel.ranks import Ranks
 
@@ -107,9 +107,7 @@ class Sampler:
         add_biases(scores, [state.params.biases for state in states])
         if len(settings.counting):
             assert self._counts is not None
-            some = scores.index_select(0, settings.counting)
-            counts = self._counts.counts.index_select(0, settings.count_rows)
-            scores.index_copy_(0, settings.counting, penalised(some, counts, *settings.penalties))
+            penalise(scores, settings.counting, self._counts.counts, settings.count_rows, settings.penalties)
         if forbidden_next := {number: found for number, state in enumerate(states) if (found := state.forbidden_next) is not None}:
             forbid(scores, forbidden_next, self._last, {number: self._last_rows.get(states[number], -1) for number in forbidden_next})
         if allowed := {number: ids for number, state in enumerate(states) if (ids := state.allowed) is not None}:

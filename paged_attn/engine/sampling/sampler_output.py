@@ -137,7 +137,9 @@ class SamplerOutput:
             rows, counts = self._logprobs.rows, self._logprobs.counts
             for row, count, own, rank, top_ids, values in zip(rows, counts, *(copy.tolist() for copy in about), strict=True):
                 if ids[row] >= 0:
-                    top = tuple((i, value) for i, value in zip(top_ids[:count], values[:count], strict=True) if value > -math.inf)
+                    top = tuple(zip(top_ids[:count], values[:count], strict=True))
+                    if top and top[-1][1] == -math.inf:  # the least likely one
+                        top = tuple(each for each in top if each[1] > -math.inf)
                     chosen.known[row] = SampledToken(ids[row], own, top, rank)
         return chosen
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
+from paged_attn.backends.devices import has_triton
 from paged_attn.engine.sampling.sampling_state import SamplingState
 
 IN_PROMPT = 1 << 30  # the bits below it count how often the output has the token
@@ -75,10 +76,21 @@ class TokenCounts:
         if len(wrong):
             raise ValueError(f"tokens so far: got id {wrong[0]}; allowed: 0 to {self.vocabulary - 1}, what the model's logits are of")
         prompt = np.unique(prompt[prompt < self.vocabulary])
-        distinct, places = np.unique(np.concatenate([prompt, output]), return_inverse=True)
-        counts = np.bincount(places[len(prompt) :], minlength=len(distinct))
-        counts[places[: len(prompt)]] += IN_PROMPT
+        distinct, index = np.unique(np.concatenate([prompt, output]), return_inverse=True)
+        counts = np.bincount(index[len(prompt) :], minlength=len(distinct))
+        counts[index[: len(prompt)]] += IN_PROMPT
         return distinct, counts
+
+
+def penalise(scores: Tensor, rows: Tensor, counts: Tensor, count_rows: Tensor, penalties: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Penalties for some rows [L] of scores [N, V] float32, in place, by rows [L] of counts [C, V]. On a GPU, a kernel does what
+    `penalised` says (`backends/sampling/edits.py`)."""
+    if scores.is_cuda and has_triton():
+        from paged_attn.backends.sampling import edits
+
+        edits.penalise(scores, rows, counts, count_rows, penalties, IN_PROMPT - 1)
+    else:
+        scores.index_copy_(0, rows, penalised(scores.index_select(0, rows), counts.index_select(0, count_rows), *penalties))
 
 
 def penalised(scores: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.install_line import install_line
+from paged_attn.backends.devices import has_triton
 from paged_attn.backends.needs import Requirement
 from paged_attn.backends.selection.packages import unmet_requirement
 from paged_attn.engine.sampling.structured.compile_process import as_grammar, error_of, read_matcher
@@ -214,7 +215,18 @@ def forbid_others(scores: Tensor, guides: Mapping[int, Guide]) -> None:
     packed.host[0][:] = list(guides)
     packed.host[1].reshape(len(guides), words)[:, : allowed.shape[1]] = allowed
     rows, masks = packed.to_device()
+    masks = masks.view(len(guides), words)
+    if scores.is_cuda and has_triton():
+        from paged_attn.backends.sampling import edits
+
+        edits.forbid(scores, rows, masks)
+    else:
+        forbid_plainly(scores, rows, masks)
+
+
+def forbid_plainly(scores: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """scores [N, V], in place: -inf for what masks [L, words] int32 of rows [L] do not allow."""
     octets = masks.view(torch.uint8).unsqueeze(-1)
     bits = (octets >> torch.arange(8, dtype=torch.uint8, device=scores.device)) & 1
-    forbidden = bits.view(len(guides), -1)[:, :vocabulary] == 0
+    forbidden = bits.view(len(masks), -1)[:, : scores.shape[-1]] == 0
     scores[rows] = scores[rows].masked_fill_(forbidden, -torch.inf)
