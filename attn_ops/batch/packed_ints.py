@@ -64,8 +64,10 @@ class PackedInts:
     ) -> None:
         self._device, self._into = torch.device(device) if into is None else into.ints.device, into
         self._layout = _layout(tuple(int64), tuple(int32), room)
-        self._buffer = torch.zeros(self._layout.size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        self.host: list[NDArray[Any]] = self._layout.views(self._buffer.numpy(), np.int32)
+        self._buffer = torch.empty(self._layout.size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        memory = self._buffer.numpy()
+        memory.fill(0)  # torch.zeros would wake all of its threads for a large one
+        self.host: list[NDArray[Any]] = self._layout.views(memory, np.int32)
 
     def to_device(self) -> list[Tensor]:
         """Every field as a tensor [size]: views of one buffer, copied without waiting."""
