@@ -66,7 +66,7 @@ class PackedInts:
         self._layout = _layout(tuple(int64), tuple(int32), room)
         self._buffer = torch.empty(self._layout.size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         memory = self._buffer.numpy()
-        memory.fill(0)  # torch.zeros would wake all of its threads for a large one
+        memory.fill(0)  # torch.zeros wakes threads for a large one, which then spin for milliseconds beside ours
         self.host: list[NDArray[Any]] = self._layout.views(memory, np.int32)
 
     def to_device(self) -> list[Tensor]:
