@@ -299,9 +299,8 @@ class ScoreRegion:
             raise self.refusal("its sink differs between queries")
         heads = logits.shape[0]
         path = score_path(self.nodes, self.scores.products)
-        beside = {source for node in path for source in node.all_input_nodes if source not in path}
-        reached = {n for source in beside for n in ancestors(source, self.scores.softmax)}
-        for node in sorted(reached & set(self.given)):
+        beside = [source for node in path for source in node.all_input_nodes if source not in path]
+        for node in sorted(set(ancestors(beside, self.scores.softmax)) & set(self.given)):
             value = self.given[node]
             if isinstance(value, Tensor) and value.numel() == heads and value.is_floating_point():
                 if _close(value.double().flatten().numpy(force=True), logits[:, 0]):
