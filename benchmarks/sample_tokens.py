@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from paged_attn.backends.sampling import edits, logprobs, sample
-from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
+from paged_attn.backends.sampling.sampling_tensors import IN_PROMPT, SamplingTensors
 from paged_attn.engine.sampling.sample_tokens import sample_with_torch
 from paged_attn.engine.sampling.sampler import greedy_sample
 from paged_attn.engine.sampling.sampler_output import scored_plainly
 from paged_attn.engine.sampling.structured.guides import forbid_plainly
-from paged_attn.engine.sampling.token_counts import IN_PROMPT, penalised
+from paged_attn.engine.sampling.token_counts import penalised
 
 SETTINGS: dict[str, dict[str, float]] = {
     "temperature": {},
@@ -73,7 +73,7 @@ def others_of(logits: Tensor, tokens: Tensor) -> dict[str, dict[str, Callable[[]
             "kernels": lambda: logprobs.score_rows(logits, rows, tokens, 20), "pytorch": lambda: scored_plainly(logits, rows, tokens, 20),
         },
         "penalties": {
-            "kernels": lambda: edits.penalise(scores, rows, counts, rows, penalties, IN_PROMPT - 1), "pytorch": penalise_plainly,
+            "kernels": lambda: edits.penalise(scores, rows, counts, rows, penalties), "pytorch": penalise_plainly,
         },
         "mask of a guide": {
             "kernels": lambda: edits.forbid(scores, rows, masks), "pytorch": lambda: forbid_plainly(scores, rows, masks),

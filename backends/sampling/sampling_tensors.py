@@ -1,10 +1,13 @@
-"""The sampling settings of a step's rows, on the device."""
+"""The sampling settings of a step's rows and the counts of their tokens, on the device."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from torch import Tensor
+
+IN_PROMPT = 1 << 30  # in a count of a request's token
+OF_OUTPUT = IN_PROMPT - 1  # the bits of a count that say how often the output has the token
 
 
 class SamplingTensors(NamedTuple):

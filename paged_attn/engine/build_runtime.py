@@ -143,6 +143,14 @@ def lora_runner(runner: Runner, config: EngineConfig) -> LoraRunner | None:
 
 
 @part("graphs and pool")
+def warm_sampler(runner: Runner) -> None:
+    """Have the kernels compiled that choose tokens, in other processes; nothing waits for them."""
+    if runner.device.type == "cuda" and has_triton():
+        from paged_attn.backends.sampling.ahead import ask_for_kernels
+
+        ask_for_kernels(runner.token_ids.chosen, runner.dtype, runner.device)
+
+
 def allocate_and_capture(
     runner: Runner,
     with_adapters: LoraRunner | None,

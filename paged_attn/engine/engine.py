@@ -22,7 +22,7 @@ from paged_attn.backends.devices import has_triton
 from paged_attn.calling.plain_modes import in_plain_modes
 from paged_attn.calling.uncompiled import uncompiled
 from paged_attn.capture.graphs.recorder import Recorder
-from paged_attn.engine.build_runtime import adapt_to_model, allocate_and_capture, lora_runner, make_runner, refuse_for_pooling
+from paged_attn.engine.build_runtime import adapt_to_model, allocate_and_capture, lora_runner, make_runner, refuse_for_pooling, warm_sampler
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.generation_config import default_params
 from paged_attn.engine.input_processor import InputProcessor
@@ -106,6 +106,8 @@ class Engine:
         limits = limits.within(self.config.max_model_len)
         defaults = default_params(model, limits.eos_token_ids) if self.config.generation_config == "auto" else SamplingParams()
         self._allocate(limits, recorder)
+        if self.pooler is None:
+            warm_sampler(self.runner)
         self._make_loop(limits, defaults, to_start)
 
     def _allocate(self, limits: ModelLimits, recorder: Recorder | None) -> None:

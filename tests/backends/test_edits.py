@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paged_attn.backends.sampling.sampling_tensors import IN_PROMPT
 from paged_attn.engine.sampling.structured.guides import forbid_plainly
-from paged_attn.engine.sampling.token_counts import IN_PROMPT, penalised
+from paged_attn.engine.sampling.token_counts import penalised
 
 pytest.importorskip("triton")
 from paged_attn.backends.sampling.edits import PART, forbid, penalise
@@ -30,7 +31,7 @@ def test_penalties_as_with_pytorch(vocabulary: int) -> None:
     )  # fmt: skip
     expected = scores.clone()
     expected[rows] = penalised(scores[rows], counts[count_rows], *penalties)
-    penalise(scores, rows, counts, count_rows, penalties, IN_PROMPT - 1)
+    penalise(scores, rows, counts, count_rows, penalties)
     torch.testing.assert_close(scores, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
     assert torch.equal(scores[[1, 3, 4]], expected[[1, 3, 4]]) and torch.equal(scores.isinf(), expected.isinf())
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
 from paged_attn.backends.devices import has_triton
+from paged_attn.backends.sampling.sampling_tensors import IN_PROMPT, OF_OUTPUT
 from paged_attn.engine.sampling.sampling_state import SamplingState
 
-IN_PROMPT = 1 << 30  # the bits below it count how often the output has the token
 FIRST_ROWS = 8
 
 
@@ -88,7 +88,7 @@ def penalise(scores: Tensor, rows: Tensor, counts: Tensor, count_rows: Tensor, p
     if scores.is_cuda and has_triton():
         from paged_attn.backends.sampling import edits
 
-        edits.penalise(scores, rows, counts, count_rows, penalties, IN_PROMPT - 1)
+        edits.penalise(scores, rows, counts, count_rows, penalties)
     else:
         scores.index_copy_(0, rows, penalised(scores.index_select(0, rows), counts.index_select(0, count_rows), *penalties))
 
@@ -102,5 +102,5 @@ def penalised(scores: Tensor, counts: Tensor, repetition: Tensor, frequency: Ten
     repetition = repetition.unsqueeze(-1)
     repeated = torch.where(scores < 0, scores * repetition, (scores / repetition).clamp(max=torch.finfo(scores.dtype).max))
     scores = torch.where(counts != 0, repeated, scores)
-    output = counts & (IN_PROMPT - 1)
+    output = counts & OF_OUTPUT
     return scores - output * frequency.unsqueeze(-1) - (output > 0) * presence.unsqueeze(-1)
