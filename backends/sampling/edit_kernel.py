@@ -38,7 +38,7 @@ def penalise_part(scores, rows, counts, count_rows, repetition, frequency, prese
     tl.store(place, score, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words"])
 def forbid_part(scores, rows, masks, vocabulary, stride, words, PART: tl.constexpr, EARLY: tl.constexpr):
     """masks [L, words] int32: -inf for token i of row rows[l] unless bit i % 32 of word i // 32 is set."""
     _wait(EARLY)

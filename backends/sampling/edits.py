@@ -38,6 +38,6 @@ def forbid(scores: Tensor, rows: Tensor, masks: Tensor) -> None:
     vocabulary, stride, words = scores.shape[1], scores.stride(0), masks.shape[1]
     early = machine_of(scores.device).early
     _forbid(
-        (vocabulary, stride, words), (len(rows), triton.cdiv(vocabulary, PART)), (scores, rows, masks, vocabulary, stride, words),
+        (vocabulary, stride), (len(rows), triton.cdiv(vocabulary, PART)), (scores, rows, masks, vocabulary, stride, words),
         {"PART": PART, "EARLY": early}, {"num_warps": 4, "launch_pdl": early}, device_index(scores.device),
     )  # fmt: skip

@@ -206,7 +206,7 @@ def test_masks_of_deep_guides(name: str) -> None:
     assert guide is not None
     taken = 0
     while taken < 3000 and guide.error is None:
-        allowed = np.flatnonzero(np.unpackbits(guides.allowed_next([guide]).view(np.uint8), bitorder="little"))
+        allowed = np.flatnonzero(np.unpackbits(guides.allowed_next([guide]).numpy().view(np.uint8), bitorder="little"))
         taken += 1
         if not len(allowed) or not guide.goes_on_after(int(allowed[0])):
             break

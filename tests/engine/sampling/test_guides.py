@@ -237,7 +237,7 @@ def test_without_llguidance_or_a_tokenizer_it_is_refused_and_nothing_else_is(mon
 def allowed_by(made: Guides, **settings: Any) -> list[int]:
     guide = made.guide(SamplingParams(**settings))
     assert guide is not None
-    return np.flatnonzero(np.unpackbits(guides.allowed_next([guide]).view(np.uint8), bitorder="little")).tolist()
+    return np.flatnonzero(np.unpackbits(guides.allowed_next([guide]).numpy().view(np.uint8), bitorder="little")).tolist()
 
 
 @pytest.mark.parametrize("vocab_size", [None, VOCAB, VOCAB + 1, 200])

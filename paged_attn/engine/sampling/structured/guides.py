@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from paged_attn.attn_ops.batch.packed_ints import PackedInts
+from paged_attn.attn_ops.batch.packed_ints import copy_to_device
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.install_line import install_line
 from paged_attn.backends.devices import has_triton
@@ -193,29 +192,25 @@ def _executor(process: int) -> Any:
     return LLExecutor()
 
 
-def allowed_next(guides: Sequence[Guide]) -> NDArray[np.int32]:
-    """The tokens that may come next by N guides of one model [N, words]: token i is bit i % 32 of word i // 32; none after an error."""
+def allowed_next(guides: Sequence[Guide], pinned: bool = False) -> Tensor:
+    """The tokens that may come next by N guides of one model [N, words] int32, on the host: token i is bit i % 32 of word i // 32; none
+    after an error."""
     _, size, never = guides[0].vocabulary
-    masks = np.zeros((len(guides), -(-size // BITS)), np.int32)
+    allowed = torch.empty(len(guides), -(-size // BITS), dtype=torch.int32, pin_memory=pinned)
+    masks = allowed.numpy()
     _executor(os.getpid()).unsafe_compute_mask_ptr(
         [(guide.matcher, row) for row, guide in enumerate(guides)], masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks)
     )
     if never is not None:
         masks.view(np.uint32)[:, never // BITS] &= ~np.uint32(1 << never % BITS)
     masks[[guide.matcher.is_error() for guide in guides]] = 0
-    return masks
+    return allowed
 
 
 def forbid_others(scores: Tensor, guides: Mapping[int, Guide]) -> None:
     """scores [N, V], in place: -inf for the tokens that the guides of some rows do not allow."""
-    vocabulary = scores.shape[-1]
-    words = -(-vocabulary // BITS)
-    allowed = allowed_next(list(guides.values()))[:, :words]
-    packed = PackedInts((len(guides),), (len(guides) * words,), scores.device)
-    packed.host[0][:] = list(guides)
-    packed.host[1].reshape(len(guides), words)[:, : allowed.shape[1]] = allowed
-    rows, masks = packed.to_device()
-    masks = masks.view(len(guides), words)
+    rows = copy_to_device(np.array(list(guides), np.int64), scores.device)
+    masks = allowed_next(list(guides.values()), scores.is_cuda).to(scores.device, non_blocking=True)
     if scores.is_cuda and has_triton():
         from paged_attn.backends.sampling import edits
 
@@ -225,8 +220,9 @@ def forbid_others(scores: Tensor, guides: Mapping[int, Guide]) -> None:
 
 
 def forbid_plainly(scores: Tensor, rows: Tensor, masks: Tensor) -> None:
-    """scores [N, V], in place: -inf for what masks [L, words] int32 of rows [L] do not allow."""
+    """scores [N, V], in place: -inf for what masks [L, words] int32 of rows [L] do not allow, past their end as well."""
     octets = masks.view(torch.uint8).unsqueeze(-1)
     bits = (octets >> torch.arange(8, dtype=torch.uint8, device=scores.device)) & 1
     forbidden = bits.view(len(masks), -1)[:, : scores.shape[-1]] == 0
+    forbidden = torch.nn.functional.pad(forbidden, (0, scores.shape[-1] - forbidden.shape[-1]), value=True)
     scores[rows] = scores[rows].masked_fill_(forbidden, -torch.inf)
