@@ -27,8 +27,9 @@ from paged_attn.recurrent.cache_state import CacheTemplate, Path, leaves_of, nam
 from paged_attn.recurrent.layer import KeptAttributes, RecurrentLayer, call_with_attributes
 from paged_attn.recurrent.verify import verified
 from paged_attn.recurrent.watching.attributes import attribute_states, calls_of, owners_of, without_unused
-from paged_attn.recurrent.watching.call_parts import LONG, SHORT, NotDriven, layer_of, refused
+from paged_attn.recurrent.watching.call_parts import LONG, SHORT, NotDriven, Undefined, layer_of, refused
 from paged_attn.recurrent.watching.carried import carried_layers
+from paged_attn.recurrent.watching.not_read import without_unread
 from paged_attn.recurrent.watching.watch import Call, Watched, is_cache, watch
 from paged_attn.stopwatch import part
 
@@ -204,13 +205,20 @@ def _layer(call: Call, short: Watched, long: Watched) -> RecurrentLayer:
             raise refused(where, f"it counts in {name_of(path)}: {few.get(path)!r} after {SHORT} tokens, {many.get(path)!r} after {LONG}")
     earlier = next(c for c in short.calls if c.name == where)
     specs = [StateSpec(_short_name(path), tuple(many[path].shape[1:]), many[path].dtype) for path in states]
-    return layer_of(call, earlier, specs, CacheTemplate(long.fresh, long.cache, call.changed, states))
+    template = CacheTemplate(long.fresh, long.cache, call.changed, states)
+    return layer_of(call, earlier, specs, template, without_unread(call, earlier, template))
 
 
 def _verified(layer: RecurrentLayer) -> RecurrentLayer:
     where = layer.spec.module
-    with model_code(lambda why: refused(where, f"without the layers before it, its own forward fails: {why}")):
-        return verified(layer)
+    try:
+        with model_code(lambda why: refused(where, f"without the layers before it, its own forward fails: {why}")):
+            return verified(layer)
+    except Undefined as undefined:
+        if not layer.unused:
+            raise
+        names = " and ".join(sorted(layer.unused))
+        raise refused(where, f"it may need {names}, which has no row per token: {undefined}") from undefined
 
 
 def _attribute_layer(name: str, names: list[str], earlier: list[Call], calls: list[Call]) -> RecurrentLayer:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,28 @@ _KEYS = [
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Where a module takes an input: a parameter of its forward, or element `at` of a tuple passed there."""
+    """Where a module takes an input: a parameter of its forward, or element `at` of a tuple passed there.
+
+    Attributes:
+        form: "rows": [batch, n, ...]. "line": [n, ...], one for all requests of a batch, such as the tokens' places in a cache.
+            "whole": the same for all tokens, such as decays that the model makes once for all its layers.
+    """
 
     name: str
     at: int | None = None
+    form: Literal["rows", "line", "whole"] = "rows"
 
     def of(self, arguments: dict[str, Any]) -> Any:
         value = arguments.get(self.name)
         return value if self.at is None or value is None else value[self.at]
+
+    def as_rows(self, value: Tensor, tokens: int) -> Tensor:
+        """[1, tokens, ...]: what one request is given."""
+        return value if self.form == "rows" else value[None] if self.form == "line" else value.expand(1, tokens, *value.shape)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """What the module is given for rows [batch, n, ...]: the first request's, where it takes one for all of them."""
+        return rows if self.form == "rows" else rows[0] if self.form == "line" else rows[0, 0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +69,7 @@ class RecurrentLayer:
         positional: names of its forward's parameters, in order.
         arguments: those of a real call with a cache; `operands` and `cache_name` are replaced in every call.
         cache_name: the parameter for the cache; "" if the state is in attributes.
-        operands: its inputs per token, [batch, n, ...]; the first are the hidden states.
+        operands: its inputs, each as rows per token, [batch, n, ...]; the first are the hidden states.
         outputs: its outputs per token; several are concatenated, each flattened to [batch, n, width].
         output_length: length of the tuple that it returns.
         template: makes its caches.
@@ -95,7 +109,8 @@ class RecurrentLayer:
     @property
     def given(self) -> list[Tensor]:
         """Its inputs in the call of `arguments`, in the order of `operands`."""
-        return [operand.of(self.arguments) for operand in self.operands]
+        tokens = self.operands[0].of(self.arguments).shape[1]
+        return [operand.as_rows(operand.of(self.arguments), tokens) for operand in self.operands]
 
     @property
     def output_shape(self) -> tuple[int, ...]:
@@ -167,10 +182,10 @@ class RecurrentLayer:
             arguments[self.cache_name] = cache
         for operand, value in zip(self.operands, inputs, strict=True):
             if operand.at is None:
-                arguments[operand.name] = value
+                arguments[operand.name] = operand.from_rows(value)
             else:
                 parts = list(arguments[operand.name])
-                parts[operand.at] = value
+                parts[operand.at] = operand.from_rows(value)
                 arguments[operand.name] = tuple(parts)
         if self.cache_name:
             return self.module(**arguments)

@@ -81,5 +81,10 @@ def _takes_long_chunks(layer: RecurrentLayer) -> bool:
 
 
 def _repeated(layer: RecurrentLayer, count: int) -> list[Tensor]:
-    """The layer's inputs, their rows repeated."""
-    return [value[:, torch.arange(count, device=value.device) % value.shape[1]] for value in layer.given]
+    """The layer's inputs, their rows repeated; positions go on counting, as a forward may take position 0 for a first call."""
+    found = []
+    for value in layer.given:
+        rows = torch.arange(count, device=value.device)
+        counts = value.dtype == torch.int64 and value.dim() == 2 and value[0].equal(rows[: value.shape[1]])
+        found.append(rows[None] if counts else value[:, rows % value.shape[1]])
+    return found

@@ -39,10 +39,20 @@ def verified(layer: RecurrentLayer) -> RecurrentLayer:
         steps, along = stepwise(layer, inputs)
         if (error := difference(whole, steps)) > FORMULAS_APART:
             raise undefined(layer, count, error)
-        chunked = in_parts(layer, inputs, [1, 4, count - 1])
-    # The difference between the layer's two formulas, whether rounding or more, is not a mistake.
-    layer = dataclasses.replace(layer, chunks=difference(whole, chunked) <= allowed_error(whole, error), own_error=error)
-    return _batching(layer, inputs, along)
+        chunks = _takes_chunks(layer, inputs, whole, error)
+    return _batching(dataclasses.replace(layer, chunks=chunks, own_error=error), inputs, along)
+
+
+def _takes_chunks(layer: RecurrentLayer, inputs: Sequence[Tensor], whole: Result, own_error: float) -> bool:
+    """Whether several tokens may continue a state. A difference between the layer's two formulas, rounding or more, is no mistake."""
+    try:
+        chunked = in_parts(layer, inputs, [1, 4, inputs[0].shape[1] - 1])
+    except torch.OutOfMemoryError:
+        raise
+    except MODEL_ERRORS as failure:  # raised by the model's own code, which may know only single tokens there
+        logger.debug("%s continues its state with single tokens only: %s", layer.spec.module, failure)
+        return False
+    return difference(whole, chunked) <= allowed_error(whole, own_error)
 
 
 def undefined(layer: RecurrentLayer, count: int, error: float) -> Undefined:

@@ -206,7 +206,8 @@ class TracedRunner:
             try:
                 return find_recurrent_layers(self.model, inputs_of, beside=around), around
             except NotDriven as refusal:
-                more = modules_around(self.model, refusal.modules, inputs_of)
+                why = f"{refusal.modules[0]} keeps recurrent state, and {refusal.why}"
+                more = modules_around(self.model, refusal.modules, inputs_of, why)
                 if not more or more.keys() <= around.keys():
                     raise
                 around |= more

@@ -80,11 +80,14 @@ class AllTokensCall:
         return result
 
 
-def modules_around(model: nn.Module, inner: Iterable[str], inputs: Callable[[int], dict[str, Any]]) -> dict[str, AllTokensCall]:
+def modules_around(
+    model: nn.Module, inner: Iterable[str], inputs: Callable[[int], dict[str, Any]], why: str = ""
+) -> dict[str, AllTokensCall]:
     """The innermost modules, these or around these, that return a row per token, and how they are called; nothing unless each has one.
 
     Args:
         inputs: those of a call of the model on so many tokens, without a cache.
+        why: what keeps them from being run from a state, for the log.
     """
     outwards = {name: [name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1)] for name in inner}
     modules = {path: model.get_submodule(path) for paths in outwards.values() for path in paths}
@@ -106,8 +109,9 @@ def modules_around(model: nn.Module, inner: Iterable[str], inputs: Callable[[int
     if found:
         logger.warning(
             "in every step all tokens of a request run through %s, which mix them in ways of their own: "
-            "a token costs more the later it comes",
+            "a token costs more the later it comes%s",
             ", ".join(found),
+            f" ({why})" if why else "",
         )
     return found
 

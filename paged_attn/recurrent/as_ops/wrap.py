@@ -68,7 +68,7 @@ def _entering(layer: RecurrentLayer, layer_id: int, wanted: Switch) -> Callable[
 
 
 def _emitter(layer: RecurrentLayer, layer_id: int, wanted: Switch) -> Callable[..., Any]:
-    positional, operands = layer.positional, tuple((operand.name, operand.at) for operand in layer.operands)
+    positional, operands = layer.positional, [(operand.name, operand.at, operand.as_rows) for operand in layer.operands]
     known, dtype = layer.unused | {o.name for o in layer.operands}, layer.output_dtype
     ats, shapes, widths = ([o.at for o in layer.outputs], [o.shape for o in layer.outputs], [o.width for o in layer.outputs])
     whole, length, where = layer.output_shape, layer.output_length, layer.spec.module
@@ -81,8 +81,9 @@ def _emitter(layer: RecurrentLayer, layer_id: int, wanted: Switch) -> Callable[.
         for name, value in given.items():
             if isinstance(value, Tensor) and name not in known:
                 raise UnsupportedError(f"{where} keeps recurrent state and is given {name} only when the model runs without a cache")
-        inputs = [given[name] if at is None else given[name][at] for name, at in operands]
-        tokens = inputs[0].shape[1]
+        first = given[operands[0][0]] if operands[0][1] is None else given[operands[0][0]][operands[0][1]]
+        tokens = first.shape[1]
+        inputs = [as_rows(given[name] if at is None else given[name][at], tokens) for name, at, as_rows in operands]
         output = inputs[0].new_empty((1, tokens, *whole), dtype=dtype)
         RECURRENT_LAYER(inputs, output, layer_id)
         if ats == [None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,23 +35,41 @@ def layer_of(
 
 
 def _operands(call: Call, earlier: Call) -> tuple[Operand, ...]:
-    """The module's input tensors per token, the hidden states (the first floating-point one) first."""
+    """The module's input tensors, the hidden states (the first floating-point one with a row per token) first."""
     found: list[Operand] = []
+    for where, long, short in tensors_given(call, earlier):
+        if (operand := operand_of(where, long, short)) is None:
+            raise refused(
+                call.name,
+                f"it is given {where.name} of shape {list(long.shape)} for {LONG} tokens and {list(short.shape)} for {SHORT}, and needs "
+                "it; known are one row per token, and what is the same for all tokens",
+            )
+        found.append(operand)
+    rows = [operand for operand in found if operand.form == "rows"]
+    floating = [o for o in rows if o.of(call.arguments).is_floating_point()]
+    if not rows:
+        raise refused(call.name, "it is given no tensor per token")
+    first = floating[0] if floating else rows[0]
+    return (first, *(operand for operand in found if operand != first))
+
+
+def tensors_given(call: Call, earlier: Call) -> Iterator[tuple[Operand, Tensor, Tensor]]:
+    """Where a call has tensors, and those of the call on LONG and of the `earlier` one on SHORT tokens."""
     for name, value in call.arguments.items():
         parts = enumerate(value) if isinstance(value, (tuple, list)) else [(None, value)]
         for index, part in parts:
-            if not isinstance(part, Tensor):
-                continue
-            operand = Operand(name, index)
-            shapes = [tuple(part.shape[:2]), tuple(operand.of(earlier.arguments).shape[:2])]
-            if shapes != [(1, LONG), (1, SHORT)]:
-                raise refused(call.name, f"it is given {name} of shape {tuple(part.shape)}, which is not one row per token")
-            found.append(operand)
-    floating = [o for o in found if o.of(call.arguments).is_floating_point()]
-    if not found:
-        raise refused(call.name, "it is given no tensor per token")
-    first = floating[0] if floating else found[0]
-    return (first, *(operand for operand in found if operand != first))
+            if isinstance(part, Tensor):
+                where = Operand(name, index)
+                yield where, part, where.of(earlier.arguments)
+
+
+def operand_of(where: Operand, long: Tensor, short: Tensor) -> Operand | None:
+    """The operand in the form that its shapes in both calls show; None for an unknown one, such as a mask of tokens by tokens."""
+    if [tuple(each.shape[:2]) for each in (long, short)] == [(1, LONG), (1, SHORT)]:
+        return where
+    if [tuple(each.shape[:1]) for each in (long, short)] == [(LONG,), (SHORT,)] and long.shape[1:] == short.shape[1:]:
+        return replace(where, form="line")
+    return replace(where, form="whole") if long.shape == short.shape else None
 
 
 def _outputs(call: Call) -> tuple[tuple[Output, ...], int, torch.dtype]:
