@@ -35,7 +35,7 @@ LONG_TO_LOAD = 1.0  # seconds; if loading a kernel from disk takes longer, it is
 _asked: dict[Hashable, Future[None]] = {}  # every kernel variant requested so far
 _under_way: dict[Any, dict[Hashable, Future[None]]] = {}  # by kernel: variants not launched yet
 _workers = Workers()
-_compiling: ContextVar[tuple[torch.device, Jobs] | None] = ContextVar("compiling_ahead", default=None)
+_compiling: ContextVar[tuple[torch.device, Jobs, bool] | None] = ContextVar("compiling_ahead", default=None)
 
 
 def start_workers() -> None:
@@ -44,11 +44,12 @@ def start_workers() -> None:
 
 
 @contextmanager
-def compiling_ahead(device: torch.device) -> Iterator[None]:
-    """Inside, new tensors are fake and `launch` launches nothing; afterwards, other processes compile the requested kernels."""
+def compiling_ahead(device: torch.device, urgent: bool = True) -> Iterator[None]:
+    """Inside, new tensors are fake and `launch` launches nothing; afterwards, other processes compile the requested kernels; if that is not
+    urgent, with the lowest priority."""
     jobs: Jobs = []
     with FakeTensorMode(allow_non_fake_inputs=True):
-        token = _compiling.set((device, jobs))
+        token = _compiling.set((device, jobs, urgent))
         try:
             yield
         finally:
@@ -91,8 +92,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 
 def _compile(
-    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], device: torch.device, jobs: Jobs
-) -> None:
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], device: torch.device, jobs: Jobs,
+    urgent: bool,
+) -> None:  # fmt: skip
     if (variant := _variant(kernel, arguments, constants)) in _asked:
         return
     target = driver.active.get_current_target()
@@ -101,7 +103,7 @@ def _compile(
     if note.exists():
         future.set_result(None)
         return
-    job = replace(Job.of(kernel, target, grid, arguments, constants), note=note)
+    job = replace(Job.of(kernel, target, grid, arguments, constants), note=note, urgent=urgent)
     if device.type == "cuda" and torch.version.hip is None:
         job = replace(job, launcher=True)
     _under_way.setdefault(kernel, {})[variant] = future

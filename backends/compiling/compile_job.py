@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.runtime import JITFunction
+
+LOWEST = 19  # of processes
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Job:
         arguments: the launch's, with dtypes in place of tensors.
         note: the file to create when it is done; see `compile_ahead.note_of`.
         launcher: also build the launcher, which Triton up to 3.6 writes in C for each signature.
+        urgent: if not, the process takes the lowest priority, for good.
     """
 
     module: str
@@ -72,6 +76,7 @@ class Job:
     constants: dict[str, Any]
     note: Path | None = None
     launcher: bool = False
+    urgent: bool = True
 
     @classmethod
     def of(cls, kernel: Any, target: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Job:
@@ -81,6 +86,8 @@ class Job:
         """Compiles into Triton's cache on disk; returns the compiled kernel, which must not be launched."""
         from triton.runtime import driver
 
+        if not self.urgent:
+            os.setpriority(os.PRIO_PROCESS, 0, LOWEST)
         driver.set_active(CompilingDriver(self.target))
         kernel = getattr(importlib.import_module(self.module), self.name)
         settle_key(kernel)

@@ -1,7 +1,7 @@
 """Asks for the kernels of this room before a request needs them: some sixty, each compiled in about a second.
 
 Nothing waits for them but a request that comes before its own are there. Without this, an engine's first sampled request would hold all
-others up while its kernels were compiled one after the other.
+others up while its kernels were compiled one after the other. With few processors that takes a minute, beside the engine's own work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FILTERS = (("top_k", "top_p"), ("top_p",), (), ("top_k",), ("min_p",), ("top_k",
 
 def ask_for_kernels(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
     """Those that read a model's logits [N, vocabulary], and those that read the scores in float32 that edits make of them."""
-    with compiling_ahead(device):
+    with compiling_ahead(device, urgent=False):
         logits, scores = (torch.empty(ROWS, vocabulary, dtype=each, device=device) for each in (dtype, torch.float32))
         ids, number = (torch.empty(ROWS, dtype=each, device=device) for each in (torch.int64, torch.float32))
         counts, masks = (torch.empty(ROWS, width, dtype=torch.int32, device=device) for width in (vocabulary, -(-vocabulary // 32)))

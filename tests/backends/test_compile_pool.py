@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 import subprocess
@@ -11,7 +12,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
-from paged_attn.backends.compiling import compile_pool
+from triton.runtime import driver
+
+from paged_attn.backends.compiling import compile_job, compile_pool
+from paged_attn.backends.compiling.compile_job import Job
 from paged_attn.backends.compiling.compile_pool import Jobs, Workers
 
 
@@ -90,3 +94,13 @@ def test_no_processes_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = jobs(None, None)
     Workers(idle_seconds=0.2).compile(asked)
     assert all(isinstance(future.exception(60), OSError) for _, future in asked)
+
+
+def test_what_is_not_urgent_has_the_lowest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[tuple[int, int, int]]()
+    monkeypatch.setattr(compile_job.os, "setpriority", lambda *given: said.append(given))
+    monkeypatch.setattr(driver, "set_active", lambda _: None)
+    for urgent in (True, False):
+        with pytest.raises(ModuleNotFoundError):
+            Job("no_such_module", "kernel", None, (1,), (), {}, urgent=urgent).compile()
+    assert said == [(os.PRIO_PROCESS, 0, 19)]
