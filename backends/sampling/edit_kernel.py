@@ -7,21 +7,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paged_attn.backends.sampling.sample_kernel import wait
+
 LARGEST = tl.constexpr(3.4028234663852886e38)
-
-
-@triton.jit
-def _wait(EARLY: tl.constexpr):
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def penalise_part(scores, rows, counts, count_rows, repetition, frequency, presence, vocabulary, stride, OUTPUT: tl.constexpr,
                   PART: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """counts [C, V] int32, of which the bits of OUTPUT count the output's tokens; rows, count_rows, penalties [L]."""
-    _wait(EARLY)
+    wait(EARLY)
     which, part = tl.program_id(0), tl.program_id(1)
     token = part * PART + tl.arange(0, PART)
     there = token < vocabulary
@@ -41,7 +36,7 @@ def penalise_part(scores, rows, counts, count_rows, repetition, frequency, prese
 @triton.jit(do_not_specialize=["words"])
 def forbid_part(scores, rows, masks, vocabulary, stride, words, PART: tl.constexpr, EARLY: tl.constexpr):
     """masks [L, words] int32: -inf for token i of row rows[l] unless bit i % 32 of word i // 32 is set."""
-    _wait(EARLY)
+    wait(EARLY)
     which, part = tl.program_id(0), tl.program_id(1)
     token = part * PART + tl.arange(0, PART)
     word = tl.load(masks + which * words + token // 32, mask=token // 32 < words, other=0)

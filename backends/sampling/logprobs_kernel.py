@@ -10,14 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paged_attn.backends.sampling.sample_kernel import wait
+
 LEAST = tl.constexpr(-(2**63))
-
-
-@triton.jit
-def _wait(EARLY: tl.constexpr):
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -32,7 +27,7 @@ def _own(logits, rows, tokens, row, vocabulary, stride):
 def score_part(logits, rows, tokens, heads, sums, ahead, vocabulary, stride, parts, keep, PART: tl.constexpr, EARLY: tl.constexpr):
     """heads [L, parts, keep] int64: the largest keys, in order; sums [L, parts, 2] float32: the largest logit m and the sum of exp(x - m);
     ahead [L, parts] int32: how many tokens are more likely than the row's, or as likely with a lower id. Grid (L, parts)."""
-    _wait(EARLY)
+    wait(EARLY)
     row, part = tl.program_id(0), tl.program_id(1)
     start, own_token, own = _own(logits, rows, tokens, row, vocabulary, stride)
     token = part * PART + tl.arange(0, PART)
@@ -59,7 +54,7 @@ def score_part(logits, rows, tokens, heads, sums, ahead, vocabulary, stride, par
 def score_row(logits, rows, tokens, heads, sums, ahead, own, ranks, top_ids, top, vocabulary, stride, parts, keep,
               PARTS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """own [L] float32, ranks [L] int64, top_ids [L, keep] int64 and top [L, keep] float32 from what `score_part` found. Grid (L,)."""
-    _wait(EARLY)
+    wait(EARLY)
     row = tl.program_id(0)
     _, _, logit = _own(logits, rows, tokens, row, vocabulary, stride)
     part = tl.arange(0, PARTS)

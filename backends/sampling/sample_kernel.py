@@ -18,7 +18,7 @@ MOST_BITS = tl.constexpr(11)  # in one digit
 
 
 @triton.jit
-def _wait(EARLY: tl.constexpr):
+def wait(EARLY: tl.constexpr):
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -64,7 +64,7 @@ def spread(logits, rows, best, temperatures, floors, found, sums, vocabulary, st
     """Rows from `first_row` on: counts (COUNT) or weighs the tokens whose key starts with found [N, 3] int64, by the key's next digit of
     BITS bits at SHIFT, and adds this to sums [N, 2^MOST_BITS] int64; tokens are weighed if their key is at least floors [N] int64. Grid
     (rows, parts)."""
-    _wait(EARLY)
+    wait(EARLY)
     row, part = first_row + tl.program_id(0), tl.program_id(1)
     start, largest, sharpness = _start(logits, rows, best, temperatures, row, stride)
     token = part * PART + tl.arange(0, PART)
@@ -94,7 +94,7 @@ def choose(logits, rows, best, temperatures, lowest, shares, floors, found, sums
     sum below them, the target. sums are zeroed again. After the LAST digit: keys [N] int64, the lowest key that may be sampled, -1 for any;
     drops [N] int64, how many of the tokens with that key may not be sampled, the first ones.
     """
-    _wait(EARLY)
+    wait(EARLY)
     row = tl.program_id(0)
     least, dropped = tl.full((), NO_KEY, tl.int64), tl.full((), 0, tl.int64)
     if row >= first_row:
@@ -141,7 +141,7 @@ def weigh(logits, rows, best, temperatures, min_p, keys, weights, ties, vocabula
           LIMITED: tl.constexpr, HAS_MIN_P: tl.constexpr, SCALE: tl.constexpr, PART: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """For each part of a row: weights [N, parts] int64 of the tokens above the row's key; ties [N, parts] int64, the number of tokens with
     that key. Grid (N, parts)."""
-    _wait(EARLY)
+    wait(EARLY)
     row, part = tl.program_id(0), tl.program_id(1)
     start, largest, sharpness = _start(logits, rows, best, temperatures, row, stride)
     token = part * PART + tl.arange(0, PART)
@@ -161,7 +161,7 @@ def draw(logits, rows, best, temperatures, min_p, keys, drops, weights, ties, un
          LIMITED: tl.constexpr, HAS_MIN_P: tl.constexpr, SCALE: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
          EARLY: tl.constexpr):  # fmt: skip
     """tokens [N] int64, by the inverse of the running sum of weights in the order of the ids, at uniform [N] float64; grid (N, 1)."""
-    _wait(EARLY)
+    wait(EARLY)
     row = tl.program_id(0)
     start, largest, sharpness = _start(logits, rows, best, temperatures, row, stride)
     least_share = tl.load(min_p + row) if HAS_MIN_P else 0.0

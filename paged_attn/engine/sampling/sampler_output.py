@@ -39,16 +39,16 @@ def logprobs_of(logits: Tensor, wanted: Mapping[int, int], rows: Tensor, tokens:
         logits: [N, V], any floating dtype; wanted: how many of the most likely tokens each asks for.
         rows, tokens: [L] int64 on the device, rows of the logits; a token below 0 is none.
     """
-    most = min(max(wanted.values()), logits.shape[-1])
+    most, score = min(max(wanted.values()), logits.shape[-1]), scored_plainly
     if logits.is_cuda and has_triton():
         from paged_attn.backends.sampling import greedy, logprobs
 
         if greedy.serves(logits) and most <= logprobs.MOST_LIKELY:
-            return Logprobs(list(wanted), list(wanted.values()), *logprobs.score_rows(logits, rows, tokens, most))
-    return Logprobs(list(wanted), list(wanted.values()), *scored_plainly(logits, rows, tokens, most))
+            score = logprobs.score_rows
+    return Logprobs(list(wanted), list(wanted.values()), *score(logits, rows, tokens, most))
 
 
-def scored_plainly(logits: Tensor, rows: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, ...]:
+def scored_plainly(logits: Tensor, rows: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`logprobs_of` with PyTorch operations, a block of rows at a time."""
     vocab = logits.shape[-1]
     block = max(BLOCK_BYTES // (4 * vocab), 1)
@@ -60,7 +60,8 @@ def scored_plainly(logits: Tensor, rows: Tensor, tokens: Tensor, most: int) -> t
         ranks = 1 + (values > its).sum(-1) + ((values == its) & (numbers < targets)).sum(-1)
         ids = most_likely(values, most)
         found.append((torch.where((few_tokens >= vocab) & ~own.isnan(), -torch.inf, own), ranks, ids, logprobs.gather(-1, ids)))
-    return tuple(map(torch.cat, zip(*found, strict=True)))
+    own, ranks, ids, top = map(torch.cat, zip(*found, strict=True))
+    return own, ranks, ids, top
 
 
 def most_likely(values: Tensor, count: int) -> Tensor:
