@@ -114,8 +114,8 @@ def written_values(node: fx.Node) -> set[fx.Node]:
 
 
 def is_written(values: set[fx.Node], start: fx.Node, end: fx.Node) -> bool:
-    """Whether an in-place operation between the nodes `start` and `end` changes one of `values`."""
-    node = start
+    """Whether an in-place operation between the nodes `start` and `end` may change one of `values`, or what one of them is a view of."""
+    node, values = start, bases_of(values)
     while node is not end:
         if values & written_values(node):
             return True

@@ -125,6 +125,19 @@ def test_layers_that_repeat_the_same_keys_each_for_itself_share_them(passed_on: 
     assert [(spec.num_kv_heads, spec.kv_layer) for spec in result.specs] == [(2, 0), (2, 0)]
 
 
+def test_a_copy_made_before_a_change_is_not_shared_with_one_after_it() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, pos: Tensor) -> Tensor:
+        k = k * 1.0
+        before = k[:, 1:].clone()
+        k.mul_(2.0)
+        values = v[:, 1:].repeat_interleave(4, 1)
+        first = F.scaled_dot_product_attention(q, before.repeat_interleave(4, 1), values, is_causal=True)
+        return F.scaled_dot_product_attention(first, k[:, 1:].clone().repeat_interleave(4, 1), values, is_causal=True)
+
+    result = assert_ragged_equals_alone(Toy(attend))
+    assert [spec.kv_layer for spec in result.specs] == [0, 1]
+
+
 @pytest.mark.parametrize("repeat", [expand_reshape, lambda x: x])
 @pytest.mark.parametrize("copied", [lambda x: x.clone(), lambda x: x * 1.0])
 def test_keys_changed_in_between_are_not_shared(repeat: Repeat, copied: Repeat) -> None:
