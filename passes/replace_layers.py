@@ -11,7 +11,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, WrittenScores
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import is_written, remove_dead_code, shape_of, value_of
+from paged_attn.passes.fx.graph_tools import remove_dead_code, shape_of, value_of
 from paged_attn.passes.fx.model_facts import model_dtype
 from paged_attn.passes.prove.attention import AttentionProof
 from paged_attn.passes.prove.dual_chunk import DualChunkProof
@@ -23,6 +23,7 @@ from paged_attn.passes.replace.dual_chunk import replace_dual_chunk
 from paged_attn.passes.replace.kv_heads import KVSource, as_received, has_equal_heads, kv_source
 from paged_attn.passes.replace.latent import replace_latent
 from paged_attn.passes.replace.operand_layout import Operand, operand_of
+from paged_attn.passes.replace.same_kv import Kept, ReadFrom
 from paged_attn.passes.report import Facts, LayerReport
 
 RECOMPUTED = "recomputed from each request's history; no later token changes an earlier row"
@@ -33,7 +34,7 @@ def replace_layers(graph: fx.Graph, facts: Facts) -> str:
     """Replaces every attention by an op; layers that read the same keys and values share one KV layer."""
     form, values, model, result = facts.form, facts.values, facts.model, facts.result
     recompute = RecomputeReplacer(graph, form, values, model) if any(isinstance(p, Recomputable) for p in facts.proofs) else None
-    owners: dict[tuple[KVSource, KVSource], tuple[int, fx.Node]] = {}
+    owners: dict[tuple[ReadFrom, ReadFrom], Kept] = {}
     replaced: dict[fx.Node, fx.Node] = {}  # attention may read another attention's output directly
     for layer_id, (found, proof) in enumerate(zip(facts.sites, facts.proofs, strict=True)):
         latent, dtype = facts.latents.get(layer_id, ""), pool_dtype(found, model)
@@ -59,14 +60,15 @@ def replace_layers(graph: fx.Graph, facts: Facts) -> str:
             if proof.function.by_head is not None:
                 site = with_scaled_query(site, proof.function.by_head, layer_id, proof.device)
             key, value = _keys_and_values(site, form, values)
-            owner = owners.get((key, value))
-            if owner is not None and is_written({key.base, value.base}, owner[1], site.node):
+            (same_key, from_key), (same_value, from_value) = ReadFrom.of(key), ReadFrom.of(value)
+            owner = owners.get((same_key, same_value))
+            if owner is not None and not owner.still_holds((*from_key, *from_value), site.node):
                 owner = None  # the keys or values have changed since
-            spec = _spec_of(site, key, proof, layer_id if owner is None else owner[0])
+            spec = _spec_of(site, key, proof, layer_id if owner is None else owner.layer_id)
             traced = [operand_of(source, form) for source in (as_received(site.query, spec.num_q_heads), key, value)]
             operands = tuple(each for each in traced if each is not None) if None not in traced else ()
             op, replaced[found.node] = replace_attention(site, spec, layer_id, key, value, proof, dtype)
-            owners[key, value] = owner or (layer_id, op)
+            owners[same_key, same_value] = owner or Kept(layer_id, op, from_key, from_value)
             evidence = proof.evidence + (f"; keys and values stay expanded: {latent}" if latent else "")
             declared = proof.declared
         report = LayerReport(layer_id, spec, found.found_by, evidence, declared, found.original, found.original_order, op.name, operands)

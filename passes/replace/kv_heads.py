@@ -80,14 +80,18 @@ def _shape_ancestors(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     chain: list[fx.Node] = []
     for _ in range(MAX_CHAIN):
         inputs = [n for n in node.all_input_nodes if isinstance(value_of(n), Tensor)]
-        known = node.target in (_SHAPE_METHODS if node.op == "call_method" else _SHAPE_FUNCTIONS) or _moves_nothing(node)
-        if not known or not inputs or node.args[0] is not inputs[0]:
+        if not is_shape_operation(node) or not inputs or node.args[0] is not inputs[0]:
             return
         if len(inputs) > 1 and node.target != "expand_as":
             return
         chain.insert(0, node)
         node = inputs[0]
         yield node, list(chain)
+
+
+def is_shape_operation(node: fx.Node) -> bool:
+    """Whether a node only moves or repeats the numbers of its first input."""
+    return node.target in (_SHAPE_METHODS if node.op == "call_method" else _SHAPE_FUNCTIONS) or _moves_nothing(node)
 
 
 def _moves_nothing(node: fx.Node) -> bool:

@@ -125,6 +125,20 @@ def test_layers_that_repeat_the_same_keys_each_for_itself_share_them(passed_on: 
     assert [(spec.num_kv_heads, spec.kv_layer) for spec in result.specs] == [(2, 0), (2, 0)]
 
 
+@pytest.mark.parametrize("part", [lambda x: x[:, 1::2], lambda x: x.chunk(2, 1)[1], lambda x: x[:, 1:].clone()])
+def test_layers_that_take_the_same_heads_each_for_itself_share_them(part: Repeat) -> None:
+    """As in a decoder whose layers split the keys and values of one layer for differential attention."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, pos: Tensor) -> Tensor:
+        k[..., :4].mul_(2.0)  # before either layer
+        first = F.scaled_dot_product_attention(q, part(k).repeat_interleave(4, 1), part(v).repeat_interleave(4, 1), is_causal=True)
+        other = F.scaled_dot_product_attention(first, part(k).repeat_interleave(4, 1), v[:, :1].repeat_interleave(4, 1), is_causal=True)
+        return F.scaled_dot_product_attention(other, part(k).repeat_interleave(4, 1), part(v).repeat_interleave(4, 1), is_causal=True)
+
+    result = assert_ragged_equals_alone(Toy(attend))
+    assert [(spec.num_kv_heads, spec.kv_layer) for spec in result.specs] == [(1, 0), (1, 1), (1, 0)]
+
+
 def test_a_copy_made_before_a_change_is_not_shared_with_one_after_it() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, pos: Tensor) -> Tensor:
         k = k * 1.0
