@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from paged_attn.passes.find.attention_site import AttentionSite, UnknownAttention, WrittenScores, attention_stand_in, module_path
+from paged_attn.passes.find.combined_weights import distribute_products
 from paged_attn.passes.find.decompose_flex import decompose_flex
 from paged_attn.passes.find.dual_chunk import find_dual_chunk
 from paged_attn.passes.find.flattened_rows import split_rows
@@ -47,6 +48,7 @@ def find_softmax(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
     split_baddbmm(graph, form.num_tokens)
     split_rows(graph, form.num_tokens)
     softmaxes = [bring_to_layout(node, form.num_tokens) for node in softmaxes]
+    distribute_products(graph, softmaxes, form.num_tokens)
     of_weights = softmaxes_of_weights(graph, set(softmaxes), form.num_tokens)
     sites, taken = find_dual_chunk(softmaxes, form)
     return [*sites, *(_site(node, form, of_weights.get(node)) for node in (*softmaxes, *of_weights) if node not in taken)]
