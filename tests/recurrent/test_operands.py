@@ -65,6 +65,13 @@ class ByPlace(Mixer):
         return state
 
 
+class ScaledLate(Mixer):
+    """Reads its places token by token, and they make a difference from 100 on."""
+
+    def forward(self, x: Tensor, cache: States | None, mask: Tensor, places: Tensor, decays: Tensor) -> Tensor:
+        return super().forward(x, cache, mask, places, decays) * torch.where(places >= 100, 4.0, 1.0)[:, None]
+
+
 class ReadsMask(Mixer):
     def start(self, state: Tensor | None, x: Tensor, mask: Tensor, places: Tensor) -> Tensor:
         return super().start(state, x, mask, places) + mask[..., -1, -1]
@@ -110,6 +117,14 @@ def test_tokens_are_the_models_own(mixer: type[Mixer], chunks: bool, self_check:
         assert (layer.chunks, layer.batches) == (chunks, True)
         answers = llm.generate(prompts, SamplingParams(max_tokens=5, temperature=0))
         assert [list(each.token_ids) for each in answers] == expected
+
+
+def test_places_that_make_a_difference_are_each_requests_own() -> None:
+    prompts = [[(3 * n) % VOCAB for n in range(length)] for length in (4, 110)]
+    with LLM(Model(ScaledLate), self_check=False) as llm:
+        assert llm.engine.runner.recurrent[0].mapped
+        answers = llm.generate(prompts, SamplingParams(max_tokens=5, temperature=0))
+        assert [list(each.token_ids) for each in answers] == [greedy(Model(ScaledLate), prompt, 5) for prompt in prompts]
 
 
 def test_decays_that_are_made_of_weights_are_followed() -> None:
