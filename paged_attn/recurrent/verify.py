@@ -24,7 +24,7 @@ Result = tuple[Tensor, list[Tensor]]
 LIMIT = 1e-2
 LIMIT_16_BIT = FORMULAS_APART = 4e-2
 _AGES = (1, 4, 7)  # cached tokens of three requests that take their next step together
-_PLACES = (1, 3, 65, 300, 2305)  # in a cache, of the first request of a batch
+_CACHE_SLOTS = (1, 3, 65, 300, 2305)  # in a cache, of the first request of a batch
 
 
 def verified(layer: RecurrentLayer) -> RecurrentLayer:
@@ -74,7 +74,7 @@ def _batching(layer: RecurrentLayer, inputs: Sequence[Tensor], along: list[Resul
     rows, states, expected = ages(inputs, along, _AGES)
     for mapped in (False, True):
         form = dataclasses.replace(layer, batches=True, mapped=mapped)
-        tried = [rows] if mapped else [rows, *_at_other_places(layer, rows)]
+        tried = [rows] if mapped else [rows, *_at_other_slots(layer, rows)]
         try:
             with torch.no_grad():
                 got = [form.step(each, [state.clone() for state in states]) for each in tried]
@@ -88,10 +88,10 @@ def _batching(layer: RecurrentLayer, inputs: Sequence[Tensor], along: list[Resul
     return dataclasses.replace(layer, batches=False)
 
 
-def _at_other_places(layer: RecurrentLayer, rows: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _at_other_slots(layer: RecurrentLayer, rows: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """The rows with other numbers in lines of integers: a batch is given the first request's line, which must not matter to the others."""
     lines = [operand.form == "line" and not value.is_floating_point() for operand, value in zip(layer.operands, rows, strict=True)]
-    for place in _PLACES if any(lines) else ():
+    for place in _CACHE_SLOTS if any(lines) else ():
         yield [torch.full_like(value, place) if line else value for line, value in zip(lines, rows, strict=True)]
 
 
