@@ -140,17 +140,52 @@ def test_what_was_refused_once_is_served_when_the_model_has_changed() -> None:
     plain = build("llama", tie_word_embeddings=False)
     twin = compiled_twin(plain)
 
-    def refuse(module: Any, args: Any) -> None:
-        if len(args[0]) != 3:
-            raise ValueError("three rows alone")
+    class ThreeRowsAlone(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) != 3:
+                raise ValueError("three rows alone")
+            out: torch.Tensor = mlp(x)
+            return out
 
-    rows = {"input_ids": IDS.expand(3, 5)}
-    with_hook = twin.model.layers[0].register_forward_pre_hook(refuse)
+    rows, layer = {"input_ids": IDS.expand(3, 5)}, twin.model.layers[0]
+    mlp, layer.mlp = layer.mlp, ThreeRowsAlone()
     before = steps_of(twin)
     assert generate(twin, rows).equal(generate(plain, rows)) and steps_of(twin) == before and "three rows" in calls_of(twin).refusal.why
-    with_hook.remove()
+    layer.mlp = mlp
     assert_same_on_pages((plain, twin), rows)
     assert not calls_of(twin).refusal.why
+
+
+@pytest.mark.parametrize("where", ["model.layers.0", "", "all modules"])
+def test_forward_hooks_are_called_as_often_as_without_us(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    """An engine would call them when it traces and checks the model, with prompts of its own, and in no step."""
+    seen: dict[bool, list[Any]] = {}
+    plain, compiled = pair()
+    generate(compiled, {"input_ids": IDS})
+    before, engine = steps_of(compiled), calls_of(compiled).engine
+    for model in (plain, compiled):
+        seen[model is plain] = shapes = []
+
+        def note(module: Any, args: Any, output: Any, shapes: Any = shapes) -> None:
+            shapes.append([type(module).__name__, *(getattr(output, "logits", output)[0].shape)])
+
+        on_all = torch.nn.modules.module.register_module_forward_hook
+        hook = on_all(note) if where == "all modules" else model.get_submodule(where).register_forward_hook(note)
+        generate(model, {"input_ids": IDS}, max_new_tokens=3)
+        hook.remove()
+    assert seen[True] == seen[False] != [] and steps_of(compiled) == before
+    assert f"runs without pages: {where or 'LlamaForCausalLM'} has a forward hook" in caplog.text
+    assert_same_on_pages((plain, compiled), {"input_ids": IDS})
+    assert calls_of(compiled).engine is engine
+
+
+def test_a_hook_that_custom_generate_does_not_call_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("llama")
+    hook = model.model.layers[1].register_forward_hook(lambda module, args, output: output * 2)
+    expected = generate(model, {"input_ids": IDS})
+    assert generate(model, {"input_ids": IDS}, custom_generate=paged_attn.generate, do_sample=False).equal(expected)
+    hook.remove()
+    assert "model.layers.1 has a forward hook" in caplog.text
 
 
 def test_prompts_that_peft_has_learned_are_refused_where_they_would_be_dropped() -> None:

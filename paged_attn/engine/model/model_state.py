@@ -255,6 +255,15 @@ def _versions(tensors: Iterable[Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
+def hooked_module(model: nn.Module) -> str:
+    """The path of a module with a forward hook that may do something when the model is called; "" if there is none."""
+    for path, module in model.named_modules():
+        if not all(_is_inert(hook) for name in _HOOKS for hook in vars(module)[name].values()):
+            return path or type(model).__name__
+    every = [hook for name in _GLOBAL_HOOKS for hook in getattr(nn.modules.module, name).values()]
+    return "" if all(map(_is_inert, every)) else "all modules"
+
+
 def _is_inert(hook: Any) -> bool:
     return getattr(hook, "__module__", "") == _RECORDING or getattr(hook, "__name__", "") in _FOR_TRAINING
 

@@ -18,7 +18,7 @@ from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.model.model_state import ModelState
+from paged_attn.engine.model.model_state import ModelState, hooked_module
 from paged_attn.engine.tracing.ropes_by_length import RopesByLength
 from paged_attn.hf.cache_name import CACHE_NAME, given_cache, output_with_cache, without_cache
 from paged_attn.hf.compiled_generate.call_rows import CallRows, Part, call_rows, steps, why_not
@@ -151,6 +151,9 @@ class PagedCalls:
         called = self._rows(args, given, 0, None)
         if isinstance(called, str):
             self._say(f"a call of generate runs without pages: {called}")
+            return None
+        if hooked := hooked_module(self.model):  # no step calls it: a graph holds what a hook computes, not what it records
+            self._say(f"a call of generate runs without pages: {hooked} has a forward hook")
             return None
         with held_back, self._lock:
             if not self._ready():
