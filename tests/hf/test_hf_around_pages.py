@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 import paged_attn
+from paged_attn.hf.cache_name import CACHE_NAME
 from paged_attn.hf.compiled_generate import paged_calls
 from tests.engine.models import tokenizer
 from tests.hf.test_hf_compiled import _small_engines, assert_same_on_pages, calls_of, generate, pair, steps_of
@@ -186,6 +188,16 @@ def test_a_hook_that_custom_generate_does_not_call_is_told_of(caplog: pytest.Log
     assert generate(model, {"input_ids": IDS}, custom_generate=paged_attn.generate, do_sample=False).equal(expected)
     hook.remove()
     assert "model.layers.1 has a forward hook" in caplog.text
+
+
+@pytest.mark.parametrize("look", [copy.copy, pickle.dumps, list, lambda cache: cache.layers[0].keys])
+def test_keys_and_values_in_pages_are_not_there_to_be_read(look: Any) -> None:
+    """A shallow copy released the pages a second time: while its original went on, others wrote into them."""
+    compiled = pair()[1]
+    generate(compiled, {"input_ids": IDS})
+    cache = generate(compiled, {"input_ids": IDS}, return_dict_in_generate=True)[CACHE_NAME]
+    with pytest.raises(paged_attn.UnsupportedError, match=r"in the pages of model.compile.*: copy.deepcopy\(cache\) branches it; to read"):
+        look(cache)
 
 
 def test_prompts_that_peft_has_learned_are_refused_where_they_would_be_dropped() -> None:

@@ -22,6 +22,19 @@ Ids = NDArray[np.int64]
 Lengths = NDArray[np.int64]
 
 
+ELSEWHERE = (
+    "the keys and values of this cache are in the pages of model.compile(backend='paged_attn'): copy.deepcopy(cache) branches it; to read "
+    "or save them, give generate a cache of your own, with which it runs as written: a DynamicCache(config=model.config)"
+)
+
+
+class _NoLayers(list[Any]):
+    """The layers of a cache that has none: transformers may count them."""
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise UnsupportedError(ELSEWHERE)
+
+
 class RaggedCache(Cache):
     """A transformers Cache without layers: its tokens are in an engine's pages, each row's without its padding.
 
@@ -38,7 +51,7 @@ class RaggedCache(Cache):
     is_compileable, is_initialized, is_croppable = False, True, True
 
     def __init__(self, table: RaggedTable, padding: Lengths, ids: Ids, lock: Any) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=_NoLayers())
         self.table, self.padding, self.length = table, padding, ids.shape[1]
         self._ids, self._lock = ids, lock
 
@@ -67,6 +80,12 @@ class RaggedCache(Cache):
             other = RaggedCache(self.table.copied(), self.padding.copy(), self.ids.copy(), self._lock)
         memo[id(self)] = other
         return other
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(ELSEWHERE)  # a shallow copy would release its pages a second time
+
+    def __iter__(self) -> NoReturn:
+        raise UnsupportedError(ELSEWHERE)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(self.length)
