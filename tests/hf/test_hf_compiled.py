@@ -272,14 +272,21 @@ def test_a_cache_of_pages_is_refused_where_it_can_not_be_followed() -> None:
             plain(input_ids=token, **{CACHE_NAME: cache})
         with pytest.raises(UnsupportedError, match="cannot run on pages: it has output_attentions"):
             compiled(input_ids=token, **{CACHE_NAME: cache}, output_attentions=True)
-        with pytest.raises(UnsupportedError, match="or its position_ids do not count on"):
+        with pytest.raises(UnsupportedError, match="its position_ids do not count each row's tokens from 0 on"):
             compiled(input_ids=token, **{CACHE_NAME: cache}, position_ids=torch.tensor([[3]]))
+        with pytest.raises(UnsupportedError, match="cannot run on pages: it has use_cache=False"):
+            compiled(input_ids=token, **{CACHE_NAME: cache}, use_cache=False)
+        with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
+            compiled(token, input_ids=token, **{CACHE_NAME: cache})
+        with torch.enable_grad(), pytest.raises(UnsupportedError, match=r"gradients are on \(torch.no_grad\(\) turns them off\)"):
+            compiled(input_ids=token, **{CACHE_NAME: cache})
         with pytest.raises(UnsupportedError, match="it has 2 rows, and the cache 1"):
             compiled(input_ids=token.expand(2, 1), **{CACHE_NAME: cache})
         with pytest.raises(UnsupportedError, match="has 256 positions; generate fewer"):
             compiled(input_ids=token.expand(1, 250), **{CACHE_NAME: cache})
-        logits = compiled(input_ids=token, **{CACHE_NAME: cache}).logits
-    assert logits.shape == (1, 1, 96) and cache.get_seq_length() == 22
+        named = compiled(input_ids=token, **{CACHE_NAME: copy.deepcopy(cache)}).logits
+        logits = compiled(token, **{CACHE_NAME: cache}).logits
+    assert logits.equal(named) and logits.shape == (1, 1, 96) and cache.get_seq_length() == 22
     with pytest.raises(UnsupportedError, match=r"more KV pages of 4 tokens are needed, and \d+ of 400 are free"):
         generate(compiled, _prompts((0,) * 30, 200), do_sample=True, num_return_sequences=3)
 

@@ -31,8 +31,10 @@ class CallRows(NamedTuple):
 
 def why_not(model: nn.Module, given: dict[str, Any]) -> str:
     """Why a call with these keywords cannot be a step of an engine; "" if the keywords allow it."""
-    if torch.is_grad_enabled() or model.training:
-        return "gradients are on, or the model is in training mode"
+    if model.training:
+        return "the model is in training mode (model.eval() ends that)"
+    if torch.is_grad_enabled():
+        return "gradients are on (torch.no_grad() turns them off)"
     if autocasts():
         return "autocast is on"
     return more_than_tokens(model, given)
@@ -46,7 +48,7 @@ def more_than_tokens(model: nn.Module, given: dict[str, Any]) -> str:
         return "it has no input_ids of rows and tokens"
     odd = [n for n, v in given.items() if says_something(v) and n not in _KNOWN and not (n in _MORE_OUTPUTS and v is False)]
     odd += [n for n in _MORE_OUTPUTS for c in (config, text_config(model)) if getattr(c, n, False)]
-    odd += [n for n in ("use_cache", "return_dict") if given.get(n) is False]
+    odd += [f"{n}=False" for n in ("use_cache", "return_dict") if given.get(n) is False]
     if odd:
         return f"it has {', '.join(dict.fromkeys(odd))}"
     if not isinstance(given.get("logits_to_keep", 0), int):
@@ -74,16 +76,18 @@ def call_rows(given: dict[str, Any], length: int, padding: Lengths | None) -> Ca
     else:
         shift = torch.zeros(rows, dtype=torch.int64, device=ids.device) if mask is None else (mask == 0).sum(1)
     index = torch.arange(length + new, device=ids.device)
-    sound = torch.ones((), dtype=torch.bool, device=ids.device)
+    padded = counted = torch.ones((), dtype=torch.bool, device=ids.device)
     if mask is not None:
-        sound = ((mask == 1) == (index >= shift[:, None])).all() & ((mask == 0) | (mask == 1)).all()
+        padded = ((mask == 1) == (index >= shift[:, None])).all() & ((mask == 0) | (mask == 1)).all()
     if positions is not None:
         count = index[length:] - shift[:, None]
-        sound = sound & ((positions == count) | (count < 0)).all()
-    host = torch.cat([ids.flatten().long(), shift, sound.long()[None]]).cpu()
-    tokens, shifts = host[: rows * new].view(rows, new).tolist(), np.asarray(host[rows * new : -1], np.int64)
+        counted = ((positions == count) | (count < 0)).all()
+    host = torch.cat([ids.flatten().long(), shift, padded.long()[None], counted.long()[None]]).cpu()
+    tokens, shifts = host[: rows * new].view(rows, new).tolist(), np.asarray(host[rows * new : -2], np.int64)
+    if not host[-2]:
+        return "its attention_mask has zeros elsewhere than on the left (padding_side='left' of a tokenizer puts all of them there)"
     if not host[-1]:
-        return "its attention_mask is not padding on the left, or its position_ids do not count on"
+        return "its position_ids do not count each row's tokens from 0 on, padding aside"
     if (shifts >= length + new).any():
         return "a row is only padding"
     if ((host[: rows * new].view(rows, new).numpy() < 0) & (np.arange(length, length + new) >= shifts[:, None])).any():

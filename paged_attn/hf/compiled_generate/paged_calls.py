@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 import weakref
@@ -85,25 +86,26 @@ class PagedCalls:
         self._length_borders: tuple[int, ...] | None = None
 
     def __call__(self, *args: Any, **given: Any) -> Any:
-        cache = given_cache(given)
         if torch.compiler.is_compiling() or current_context() is not None:
             return self.compiled(*args, **given)
-        if cache is None and self._cache_was_dropped(given) and (output := self._start(None, args, given)) is not None:
+        named = _named(self.model, args, given) if args else given
+        cache = given_cache(named)
+        if cache is None and self._cache_was_dropped(named) and (output := self._start(None, named)) is not None:
             return output
         if not isinstance(cache, Cache):
             return self.compiled(*args, **given)
         first, self._first = self._first, None
         if isinstance(cache, RaggedCache):
-            return self._go_on(cache, args, given)
+            return self._go_on(cache, named)
         if getattr(cache, _MOVED, False):
             raise UnsupportedError("this DynamicCache was moved to pages; continue with the cache of the last output")
         if type(cache) is DynamicCache:
             if first is not None and first[0]() is cache and self._is_unchanged(cache, first[1]):
-                before = self._start(cache, (), first[1])
+                before = self._start(cache, first[1])
                 if before is not None:
-                    return self._go_on(before[CACHE_NAME], args, given)
+                    return self._go_on(before[CACHE_NAME], named)
             elif not _num_tokens(cache) and self._is_of_generate(cache):
-                output = self._start(cache, args, given)
+                output = self._start(cache, named)
                 if output is not None:
                     return output
         return self.model._call_impl(*args, **given)
@@ -139,16 +141,15 @@ class PagedCalls:
             self._length_borders = RopesByLength(self.model).borders
         return bool(self._length_borders)
 
-    def _rows(self, args: tuple[Any, ...], given: dict[str, Any], length: int, padding: Lengths | None) -> CallRows | str:
+    def _rows(self, given: dict[str, Any], length: int, padding: Lengths | None) -> CallRows | str:
         """The call's rows, or why it cannot run on pages."""
-        reason = "it has inputs without a name" if args else why_not(self.model, given)
-        return reason or call_rows(given, length, padding)
+        return why_not(self.model, given) or call_rows(given, length, padding)
 
-    def _start(self, cache: DynamicCache | None, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    def _start(self, cache: DynamicCache | None, given: dict[str, Any]) -> Any:
         """The output for the first tokens of rows, with K and V in pages; None if the call runs without pages."""
         if self.refusal.holds():
             return None
-        called = self._rows(args, given, 0, None)
+        called = self._rows(given, 0, None)
         if isinstance(called, str):
             self._say(f"a call of generate runs without pages: {called}")
             return None
@@ -172,11 +173,11 @@ class PagedCalls:
             setattr(cache, _MOVED, True)
         return output_with_cache(logits, moved)
 
-    def _go_on(self, cache: RaggedCache, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    def _go_on(self, cache: RaggedCache, given: dict[str, Any]) -> Any:
         """The output for more tokens of each row."""
-        called = self._rows(args, given, cache.length, cache.padding)
+        called = self._rows(given, cache.length, cache.padding)
         if isinstance(called, str):
-            if not args and may_leave_pages(self.model, cache, given):
+            if may_leave_pages(self.model, cache, given):
                 self._say(f"a call of generate goes on without pages: {called}")
                 return self.model._call_impl(**{**without_cache(given), CACHE_NAME: recomputed(self.model, cache)})
             raise UnsupportedError(
@@ -253,6 +254,17 @@ class PagedCalls:
         if words not in self._said:
             self._said.add(words)
             logger.warning("%s: %s", type(self.model).__name__, words)
+
+
+def _named(model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
+    """All inputs by name.
+
+    Raises:
+        TypeError: as the call itself would.
+    """
+    signature = inspect.signature(model.forward)
+    signature.bind_partial(*args, **given)
+    return {**dict(zip(signature.parameters, args, strict=False)), **given}
 
 
 def _num_tokens(cache: Cache) -> int | None:
