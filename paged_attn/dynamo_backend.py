@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from paged_attn.attn_ops.context import current_context
 from paged_attn.calling.uncompiled import uncompiled
-from paged_attn.compiled.options import CompileOptions
+from paged_attn.compiled.options import ALLOWED, CompileOptions
 from paged_attn.compiled_graph import CompiledGraph
 
 logger = logging.getLogger("paged_attn")
@@ -32,14 +32,14 @@ def paged_attn(
     """
     parsed = CompileOptions.parse(options)
     if mode not in (None, "default"):
-        raise ValueError(f"backend='paged_attn' has no mode {mode!r}; leave mode out and use options={{...}}")
+        raise ValueError(f"backend='paged_attn' has no mode {mode!r}; leave mode out. {ALLOWED}")
     model = model_being_compiled()
     compiled = CompiledGraph.of_trace(gm, example_inputs, model, parsed)
     if model is not None:
         with _graphs_lock:
             known = _graphs.setdefault(model, [])
             alike = [other for other in known if other.split is not None and other.traced_with == compiled.traced_with]
-            if compiled.split is not None and alike:
+            if compiled.split is not None and alike and current_context() is not None:
                 name = type(model).__name__
                 logger.warning("%s was compiled again for paged batches%s; all lengths should share one compile", name, _why())
             known.append(compiled)

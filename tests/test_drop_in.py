@@ -125,6 +125,25 @@ def test_a_second_compile_is_a_warning(caplog: pytest.LogCaptureFixture) -> None
     assert "compiled again" in caplog.text
 
 
+def test_a_second_compile_of_a_call_without_pages_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Dynamo compiles one token apart from more; told of pages, users of no page look for what they did wrong."""
+    model = build_short("llama")
+    compiled = torch.compile(model, backend="paged_attn")
+    with torch.no_grad():
+        for count in (1, 2):
+            ids = torch.full((1, count), 5)
+            assert torch.equal(compiled(ids).logits, model(ids).logits)
+    assert len(graphs_of(model)) == 2 and "compiled again" not in caplog.text
+
+
+def test_a_mode_is_refused_with_what_there_is() -> None:
+    compiled = torch.compile(build_short("llama"), backend="paged_attn", mode="reduce-overhead")
+    with pytest.raises(
+        torch._dynamo.exc.BackendCompilerFailed, match=r"no mode 'reduce-overhead'; leave mode out\. Known options: inductor"
+    ):
+        compiled(torch.tensor([[2, 3]]))
+
+
 def test_outside_inputs_and_wrong_inputs_under_a_context() -> None:
     model = build_short("llama")
     compiled = torch.compile(model, backend="paged_attn")
@@ -162,6 +181,7 @@ def test_two_threads_run_their_own_batches() -> None:
     ("options", "error", "words"),
     [
         ({"induktor": True}, ValueError, "unknown option 'induktor'.*inductor, self_check"),
+        ({"page_size": 32}, ValueError, "unknown option 'page_size'.*are variables, such as PAGED_ATTN_PAGE_SIZE=32"),
         ({"self_check": "no"}, TypeError, "option 'self_check'.*allowed is bool"),
     ],
 )

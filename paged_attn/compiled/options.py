@@ -8,6 +8,12 @@ from typing import Any
 
 from paged_attn.compiled.steps_ahead import RunsWith
 
+_TYPES = {"inductor": (bool, type(None)), "self_check": (bool,)}  # the other options are for engines
+ALLOWED = (
+    f"Known options: {', '.join(_TYPES)}. Settings of the engine that generate runs on are variables, such as PAGED_ATTN_PAGE_SIZE=32, set "
+    "before its first call (docs/settings.md)"
+)
+
 
 @dataclass(frozen=True)
 class CompileOptions:
@@ -40,11 +46,10 @@ class CompileOptions:
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> CompileOptions:
         """Raises ValueError for an unknown option, listing the known ones, and TypeError for a wrong type."""
-        allowed = {"inductor": (bool, type(None)), "self_check": (bool,)}  # the others are for engines
         for name, value in (given or {}).items():
-            if name not in allowed:
-                raise ValueError(f"unknown option {name!r} for backend='paged_attn'; known options: {', '.join(sorted(allowed))}")
-            if not isinstance(value, allowed[name]):
-                words = " or ".join("None" if t is type(None) else t.__name__ for t in allowed[name])
+            if name not in _TYPES:
+                raise ValueError(f"unknown option {name!r} for backend='paged_attn'. {ALLOWED}")
+            if not isinstance(value, _TYPES[name]):
+                words = " or ".join("None" if t is type(None) else t.__name__ for t in _TYPES[name])
                 raise TypeError(f"option {name!r} of backend='paged_attn' is {value!r}; allowed is {words}")
         return cls(**dict(given or {}))
