@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, Gemma3Config, Gemma3ForConditionalGeneration
 
 import paged_attn
 from paged_attn.hf.cache_name import CACHE_NAME
@@ -179,6 +179,24 @@ def test_forward_hooks_are_called_as_often_as_without_us(where: str, caplog: pyt
     assert f"runs without pages: {where or 'LlamaForCausalLM'} has a forward hook" in caplog.text
     assert_same_on_pages((plain, compiled), {"input_ids": IDS})
     assert calls_of(compiled).engine is engine
+
+
+def test_an_offloaded_cache_stays_one(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    own, asked = Cache.update, []
+
+    def update(cache: Any, *args: Any, **given: Any) -> Any:
+        with monkeypatch.context() as on_the_host:  # there is no device to offload from
+            asked.append(cache.offloading)
+            on_the_host.setattr(cache, "offloading", False)
+            return own(cache, *args, **given)
+
+    plain, compiled = pair()
+    generate(compiled, {"input_ids": IDS})
+    expected, before = generate(plain, {"input_ids": IDS}), steps_of(compiled)
+    monkeypatch.setattr(Cache, "update", update)
+    assert generate(compiled, {"input_ids": IDS}, cache_implementation="offloaded").equal(expected)
+    assert asked and all(asked) and steps_of(compiled) == before
+    assert "runs without pages: its cache is offloaded" in caplog.text
 
 
 def test_a_hook_that_custom_generate_does_not_call_is_told_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -149,12 +149,9 @@ class PagedCalls:
         """The output for the first tokens of rows, with K and V in pages; None if the call runs without pages."""
         if self.refusal.holds():
             return None
-        called = self._rows(given, 0, None)
+        called = _not_in_steps(self.model, cache) or self._rows(given, 0, None)
         if isinstance(called, str):
             self._say(f"a call of generate runs without pages: {called}")
-            return None
-        if hooked := hooked_module(self.model):  # no step calls it: a graph holds what a hook computes, not what it records
-            self._say(f"a call of generate runs without pages: {hooked} has a forward hook")
             return None
         with held_back, self._lock:
             if not self._ready():
@@ -265,6 +262,13 @@ def _named(model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str
     signature = inspect.signature(model.forward)
     signature.bind_partial(*args, **given)
     return {**dict(zip(signature.parameters, args, strict=False)), **given}
+
+
+def _not_in_steps(model: nn.Module, cache: DynamicCache | None) -> str:
+    """What a caller has asked of the model or the cache that no step does; "" if nothing."""
+    if hooked := hooked_module(model):  # a graph holds what a hook computes, not what it records
+        return f"{hooked} has a forward hook"
+    return "its cache is offloaded, and pages lie on the device" if getattr(cache, "offloading", False) else ""
 
 
 def _num_tokens(cache: Cache) -> int | None:
