@@ -22,7 +22,7 @@ Ids = NDArray[np.int64]
 Lengths = NDArray[np.int64]
 
 
-ELSEWHERE = (
+IN_PAGES = (
     "the keys and values of this cache are in the pages of model.compile(backend='paged_attn'): copy.deepcopy(cache) branches it; to read "
     "or save them, give generate a cache of your own, with which it runs as written: a DynamicCache(config=model.config)"
 )
@@ -32,7 +32,7 @@ class _NoLayers(list[Any]):
     """The layers of a cache that has none: transformers may count them."""
 
     def __getitem__(self, index: Any) -> NoReturn:
-        raise UnsupportedError(ELSEWHERE)
+        raise UnsupportedError(IN_PAGES)
 
 
 class RaggedCache(Cache):
@@ -82,10 +82,10 @@ class RaggedCache(Cache):
         return other
 
     def __reduce__(self) -> NoReturn:
-        raise UnsupportedError(ELSEWHERE)  # a shallow copy would release its pages a second time
+        raise UnsupportedError(IN_PAGES)  # a shallow copy would release its pages a second time
 
     def __iter__(self) -> NoReturn:
-        raise UnsupportedError(ELSEWHERE)
+        raise UnsupportedError(IN_PAGES)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(self.length)
