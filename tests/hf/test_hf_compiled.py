@@ -292,7 +292,7 @@ def test_a_cache_of_pages_is_refused_where_it_can_not_be_followed() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_changes_is_followed() -> None:
+def test_a_model_that_changes_is_followed(caplog: pytest.LogCaptureFixture) -> None:
     models = build("llama", tie_word_embeddings=False), build("llama", tie_word_embeddings=False)
     models[1].compile(backend="paged_attn")
     assert_same_on_pages(models, _prompts())
@@ -307,6 +307,8 @@ def test_a_model_that_changes_is_followed() -> None:
         model.lm_head = head
     assert_same_on_pages(models, _prompts())
     assert calls_of(models[1]).engine is not engine
+    assert "the module lm_head was replaced; generate() makes a new engine" in caplog.text
+    assert "make a new LLM" not in caplog.text  # there is none
 
 
 @pytest.mark.slow

@@ -16,7 +16,13 @@ NAMED = 3
 
 
 class ModelChangedError(UnsupportedError):
-    """The model is no longer what the engine runs."""
+    """The model is no longer what the engine runs.
+
+    Attributes:
+        changes: what changed, in words that name it.
+    """
+
+    changes = ""
 
 
 class ModelWatch:
@@ -79,11 +85,13 @@ class ModelWatch:
 
 def model_changed(changes: list[str], then: str) -> ModelChangedError:
     """What changed, in words that name it, and what follows."""
-    return ModelChangedError(
+    error = ModelChangedError(
         f"the model was changed under a live engine: {_named(changes)}, {then}. Change it back, or make a new LLM of the model "
         "as it is now, after llm.close(). Numbers written in place (load_state_dict, an optimizer's step) are followed, but for those that "
         "attention's mask, bias or scale is made of."
     )
+    error.changes = _named(changes)
+    return error
 
 
 def _named(changes: list[str]) -> str:

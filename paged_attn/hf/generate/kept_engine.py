@@ -66,7 +66,7 @@ def follows_model(engine: LLM | Engine) -> bool:
     """Whether the engine still computes what its model computes; if not, logs what changed."""
     change = change_of(engine)
     if change is not None:
-        logger.warning("%s generate() makes a new engine.", change)
+        logger.warning("the model was changed: %s; generate() makes a new engine", change.changes)
     return change is None
 
 
