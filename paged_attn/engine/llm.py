@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from paged_attn.chat.several import CHAT_SETTINGS, ChatCompletion, ChatEvent, Ch
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.model.load_options import LoadOptions
+from paged_attn.engine.model.model_state import hooked_module
 from paged_attn.engine.model.task import Task, checked_task, task_of
 from paged_attn.engine.pooling.calls import PoolingCalls
 from paged_attn.engine.pooling.pooler import Pooler
@@ -37,6 +39,7 @@ from paged_attn.shown import is_utf8, shown
 from paged_attn.truncation import Cut, ids_of_text
 
 LORAS = 8  # default max_loras if adapters are given
+logger = logging.getLogger("paged_attn")
 
 
 class LLM(PoolingCalls):
@@ -115,6 +118,12 @@ class LLM(PoolingCalls):
 
                 tokenizer = load_tokenizer(own, options)
             assert isinstance(model, nn.Module)
+            if hooked := hooked_module(model):
+                logger.warning(
+                    "%s has a forward hook: answers follow what it returns, but it is not called for their tokens, and what it records is "
+                    "of other prompts; the model itself, without LLM or custom_generate, calls it",
+                    hooked,
+                )
             self.tokenizer = tokenizer
             task = task_of(type(model).__name__, getattr(model, "config", None)) if task == "auto" else task
             self.engine = Engine(model if task == "generate" else Pooler.of(model, task, defaults), tokenizer, config)

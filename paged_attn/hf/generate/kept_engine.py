@@ -12,7 +12,6 @@ from torch import nn
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.llm import LLM
-from paged_attn.engine.model.model_state import hooked_module
 from paged_attn.engine.runners.model_watch import ModelChangedError
 
 logger = logging.getLogger("paged_attn")
@@ -51,12 +50,6 @@ class KeptEngine:
             llm.close()
             self.llm = llm = None
         if llm is None:
-            if hooked := hooked_module(model):
-                logger.warning(
-                    "%s has a forward hook: the tokens of generate() follow what it returns, but it is not called for them, and what it "
-                    "records is of other prompts; leave custom_generate out, and it is called",
-                    hooked,
-                )
             self.llm = llm = LLM(model, config=config)
             self._config = config
         return llm

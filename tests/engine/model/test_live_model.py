@@ -145,6 +145,16 @@ def hook(module: nn.Module) -> Iterator[None]:
     handle.remove()
 
 
+def test_a_hook_that_no_step_calls_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """What it records would be of the trace's and the self-check's prompts."""
+    model = build("llama")
+    with hook(LAYER(model)), LLM(model, **SETTINGS):
+        assert "model.layers.1 has a forward hook: answers follow what it returns, but it is not called for their tokens" in caplog.text
+    caplog.clear()
+    with LLM(model, **SETTINGS):
+        assert "forward hook" not in caplog.text
+
+
 @contextmanager
 def global_hook(factor: float) -> Iterator[None]:
     handle = register_module_forward_hook(lambda module, args, output: output * factor if isinstance(module, nn.Linear) else None)
