@@ -13,6 +13,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.calling.call_signature import takes
+from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.calling.plain_modes import as_served
 from paged_attn.engine.model.rows_of_logits import gives_last_alone, rows_of_logits
 from paged_attn.passes.fx.model_facts import max_positions, model_device, model_dtype
@@ -50,7 +51,7 @@ def refuse_random(model: nn.Module, num_ids: int) -> None:
     Raises:
         UnsupportedError: most logits are others in the second call.
     """
-    with as_served(model):
+    with as_served(model), left_as_it_was(model):
         ids = _random_ids(model, min(MORE, max_positions(model) or MORE), num_ids, seed=0)
         one, two = (_logits_if_it_runs(model, ids) for _ in range(2))
     limit = logits_limit(model_dtype(model))
@@ -81,7 +82,7 @@ def refuse_branches(model: nn.Module, from_tokens: int, num_ids: int, excepted: 
     if not 2 < from_tokens <= min(LONGEST_BRANCH, longest):
         return
     ends = [count for count in SHORT if count < from_tokens - 1] + [from_tokens - 1]
-    with as_served(model):
+    with as_served(model), left_as_it_was(model):
         ids = _random_ids(model, from_tokens + 1, num_ids, seed=0)
         whole = _logits_if_it_runs(model, ids[:longest])
         if whole is None:
@@ -104,7 +105,7 @@ def refuse_branches(model: nn.Module, from_tokens: int, num_ids: int, excepted: 
 
 def _refuse_excepted(model: nn.Module, lengths: Sequence[int], num_ids: int) -> None:
     """Compare calls of some of these lengths with the next longer call that has none of them. Raises as `refuse_branches`."""
-    with as_served(model):
+    with as_served(model), left_as_it_was(model):
         for count in (*lengths[: FEW - 1], *lengths[FEW - 1 :][-1:]):
             longer, longest = islice((n for n in range(count + 1, count + len(lengths) + 3) if n not in lengths), 2)
             ids, last = _random_ids(model, longest, num_ids, seed=0), count - max(1, count // 4)
@@ -127,7 +128,7 @@ def _refuse_one_token(model: nn.Module, num_ids: int) -> None:
         UnsupportedError: most tokens have other logits alone than before another token.
     """
     errors, limits = [], []
-    with as_served(model):
+    with as_served(model), left_as_it_was(model):
         for seed in range(SINGLES):
             ids = _random_ids(model, 3, num_ids, seed)
             one, two = (_logits_if_it_runs(model, ids[:count]) for count in (1, 2))
@@ -173,7 +174,7 @@ def refuse_acausal(model: nn.Module, start: int, num_ids: int, because: str) -> 
     total = start + max(MORE, min(start, MOST_MORE))
     total = min(total, max_positions(model) or total)
     ends = sorted({end for end in (start + (total - start) // 3, start + 2 * (total - start) // 3, total - 1) if start < end < total})
-    with as_served(model):
+    with as_served(model), left_as_it_was(model):
         for seed in range(SEEDS if ends else 0):
             ids = _random_ids(model, total, num_ids, seed)
             whole = _logits_if_it_runs(model, ids)
