@@ -54,4 +54,8 @@ def test_another_thread_is_not_counted(clock: list[float]) -> None:
 def test_an_engine_says_where_its_start_went() -> None:
     with LLM(build("llama"), num_pages=16) as llm:
         found = llm.engine.start_seconds
-    assert {"read a kept graph", "self-check", "graphs and pool"} <= found.keys() and found["self-check"] > 0
+    assert (
+        {"read a kept graph", "self-check", "graphs and pool"} <= found.keys()
+        and found["self-check"] > 0
+        and found["graphs and pool"] > 1e-4
+    )

@@ -142,7 +142,6 @@ def lora_runner(runner: Runner, config: EngineConfig) -> LoraRunner | None:
     return LoraRunner(runner, runner.compiled.lora, config.max_loras, config.max_lora_rank)
 
 
-@part("graphs and pool")
 def warm_sampler(runner: Runner) -> None:
     """Have the kernels compiled that choose tokens, in other processes; nothing waits for them."""
     if runner.device.type == "cuda" and has_triton():
@@ -151,6 +150,7 @@ def warm_sampler(runner: Runner) -> None:
         ask_for_kernels(runner.token_ids.chosen, runner.dtype, runner.device)
 
 
+@part("graphs and pool")
 def allocate_and_capture(
     runner: Runner,
     with_adapters: LoraRunner | None,

@@ -24,7 +24,7 @@ Result = tuple[Tensor, list[Tensor]]
 LIMIT = 1e-2
 LIMIT_16_BIT = FORMULAS_APART = 4e-2
 _AGES = (1, 4, 7)  # cached tokens of three requests that take their next step together
-_CACHE_SLOTS = (1, 3, 65, 300, 2305)  # in a cache, of the first request of a batch
+_CACHE_SLOTS = (1, 3, 65, 300, 2305)  # tried as those of the first request of a batch
 
 
 def verified(layer: RecurrentLayer) -> RecurrentLayer:

@@ -193,9 +193,8 @@ class PagedCalls:
         if self.engine is not None:
             around = generate_frame(self.model)
             if around is not None and generate_frame(self.model, around) is not None and (changed := change_of(self.engine)) is not None:
-                self._say(
-                    f"a generate within another one runs without pages: {changed.changes}"
-                )  # assistant_early_exit, which drops layers
+                # assistant_early_exit, which drops layers
+                self._say(f"a generate within another one runs without pages: {changed.changes}")
                 return False
             if not follows_model(self.engine):
                 self.engine.release()
