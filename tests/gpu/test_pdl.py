@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from paged_attn import LLM, SamplingParams
 from paged_attn.attn_ops.ops.linears.linear import LINEAR, ONE_ROW_KERNEL
+from paged_attn.capture.inductor.launchers import building_launchers, writes_launchers
 from paged_attn.capture.inductor.pdl import pdl, waiting_first
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
@@ -74,3 +77,21 @@ def test_engines_give_the_models_tokens(settings: dict[str, Any]) -> None:
     with LLM(model, max_batch_tokens=32, max_requests=8, num_pages=64, graph_strict=True, **settings) as llm:
         assert [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=20))] == expected
         assert [c.token_ids for c in llm.generate(prompts[1:2], SamplingParams(max_new_tokens=20))] == expected[1:2]
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_launchers_are_built_by_inductors_processes(elsewhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import build as building
+
+    if not writes_launchers():
+        pytest.skip("this Triton has no launchers built in C")
+    built, real = [], building._build
+    monkeypatch.setattr(building, "_build", lambda *arguments, **keywords: (built.append(arguments), real(*arguments, **keywords))[1])
+    AsyncCompile.use_process_pool()
+    AsyncCompile.wait_pool_ready()
+    x = torch.ones(64, 512, device="cuda")
+    hook = building_launchers() if elsewhere else contextlib.nullcontext()
+    with torch.no_grad(), fresh_cache(), pdl(True), waiting_first(), hook:
+        torch._dynamo.reset()
+        assert torch.allclose(torch.compile(lambda x: F.rms_norm(x, x.shape[-1:]) + 1, dynamic=False)(x), torch.full_like(x, 2))
+    assert bool(built) != elsewhere
