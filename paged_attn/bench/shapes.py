@@ -69,6 +69,47 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_dense_layers": 2, "layer_types": [_FULL if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
         "max_position_embeddings": 128_000, "tie_word_embeddings": True,
     },
+    "mixtral-8x7b": {
+        "model_type": "mixtral", "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "max_position_embeddings": 32_768, "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "tie_word_embeddings": False,
+    },
+    "glm-4.5-air": {
+        "model_type": "glm4_moe", "vocab_size": 151_552, "hidden_size": 4096, "intermediate_size": 10_944, "moe_intermediate_size": 1408,
+        "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True,
+        "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "norm_topk_prob": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
+        "max_position_embeddings": 131_072, "tie_word_embeddings": False,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3", "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432, "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
+        "max_position_embeddings": 32_768, "tie_word_embeddings": False,
+    },
+    "kimi-linear-48b-a3b": {
+        "model_type": "kimi_linear", "vocab_size": 163_840, "hidden_size": 2304, "intermediate_size": 9216, "moe_intermediate_size": 1024,
+        "num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32, "kv_lora_rank": 512, "q_lora_rank": None,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_local_experts": 256, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "routed_scaling_factor": 2.446, "mlp_layer_types": ["dense"] + ["sparse"] * 26,
+        "layer_types": [_FULL if layer in (3, 7, 11, 15, 19, 23, 26) else _LINEAR for layer in range(27)],
+        "linear_head_dim": 128, "linear_num_heads": 32, "max_position_embeddings": 131_072, "tie_word_embeddings": False,
+    },
+    "granite-4-h-small": {
+        "model_type": "granitemoehybrid", "vocab_size": 100_352, "hidden_size": 4096, "intermediate_size": 768,
+        "shared_intermediate_size": 1536, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "num_local_experts": 72, "num_experts_per_tok": 10, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128,
+        "layer_types": [_FULL if layer % 10 == 5 else "mamba" for layer in range(40)], "position_embedding_type": "nope",
+        "embedding_multiplier": 12, "logits_scaling": 16, "residual_multiplier": 0.22, "attention_multiplier": 0.0078125,
+        "max_position_embeddings": 131_072, "tie_word_embeddings": True,
+    },
+    "llama-4-scout": {
+        "model_type": "llama4_text", "vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16_384,
+        "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 16,
+        "num_experts_per_tok": 1, "attention_chunk_size": 8192, "max_position_embeddings": 131_072, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 SHAPE_NAMES = tuple(SHAPES)
 
