@@ -62,8 +62,9 @@ def fuse_routing(graph: fx.Graph, values: Values) -> int:
             both = call_with_value(graph, ROUTE, region.logits, region.bias, value_of(region.weights).dtype, *astuple(routing))
             weights = call_with_value(graph, operator.getitem, both, 0)
             ids = call_with_value(graph, operator.getitem, both, 1)
-        region.reader.replace_input_with(region.ids, ids)
-        experts.args = (*experts.args[:2], weights, *experts.args[3:])
+        for old, new in ((region.ids, ids), (region.weights, weights)):
+            for reader in region.readers:
+                reader.replace_input_with(old, new)
         count += 1
     if count:
         remove_dead_code(graph)
@@ -72,7 +73,7 @@ def fuse_routing(graph: fx.Graph, values: Values) -> int:
 
 class RouterRegion(NamedTuple):
     """Nodes in graph order, from logits [T, E] and an optional bias [E] to weights and ids [T, k]; `of_type`: outside tensors of which only
-    the dtype is read; `reader`: the node that takes the ids: the experts, or the node that converts them to a rank's own ids."""
+    the dtype is read; `readers`: the nodes that take weights or ids, such as the experts."""
 
     nodes: list[fx.Node]
     logits: fx.Node
@@ -80,7 +81,7 @@ class RouterRegion(NamedTuple):
     weights: fx.Node
     ids: fx.Node
     of_type: frozenset[fx.Node]
-    reader: fx.Node
+    readers: list[fx.Node]
 
 
 def region_of(experts: fx.Node, inputs: Container[fx.Node], writers: Writers) -> RouterRegion | None:
@@ -88,6 +89,9 @@ def region_of(experts: fx.Node, inputs: Container[fx.Node], writers: Writers) ->
     ids, weights, w1 = (node for node in experts.args[1:4])
     assert isinstance(ids, fx.Node) and isinstance(weights, fx.Node)
     reader, ids = _counted_from_the_first(experts, ids)
+    of_inputs = _weights_of_inputs(experts.args[0], ids, weights)
+    if of_inputs is not None:
+        ids, weights = of_inputs
     found, pending, leaves, of_type = set[fx.Node](), [ids, weights], set[fx.Node](), set[fx.Node]()
     while pending:
         node = pending.pop()
@@ -110,7 +114,20 @@ def region_of(experts: fx.Node, inputs: Container[fx.Node], writers: Writers) ->
     own = all(written_values(node) <= found for node in found)
     if len(bias) > 1 or len(logits) + len(bias) != len(leaves) or not own:
         return None
-    return RouterRegion(sorted(found), logits[0], bias[0] if bias else None, weights, ids, frozenset(of_type - found - leaves), reader)
+    # Where the order of a token's experts may show, other nodes keep the model's ids and weights.
+    readers = [reader, experts] if of_inputs is None else sorted({*ids.users, *weights.users} - found)
+    return RouterRegion(sorted(found), logits[0], bias[0] if bias else None, weights, ids, frozenset(of_type - found - leaves), readers)
+
+
+def _weights_of_inputs(rows: Any, ids: fx.Node, of_outputs: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(ids, weights) [T, k] of experts whose inputs are multiplied by their weights, and their outputs by ones: `dense_experts.py`."""
+    product = behind_views(rows)
+    if name_of(of_outputs) != "ones_like" or name_of(product) != "mul":
+        return None
+    weights = behind_views(product.args[1])
+    if name_of(weights) != "gather" or behind_views(weights.args[2]) is not behind_views(ids):
+        return None
+    return weights.args[2], weights
 
 
 def _counted_from_the_first(experts: fx.Node, ids: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -14,9 +14,11 @@ from tests.backends.experts.operands import DEVICE, GATINGS, close, operands
 from tests.covering import every_pair
 
 pytest.importorskip("triton")
+from paged_attn.backends.experts.triton import grouped
 from paged_attn.backends.experts.triton.backend import reads_each_pair
 from paged_attn.backends.experts.triton.few import FewTiling, few_experts
 from paged_attn.backends.experts.triton.grouped import GroupedTiling, grouped_experts
+from paged_attn.backends.machine import Machine
 
 KERNELS = {
     "few": few_experts,
@@ -100,6 +102,23 @@ def test_one_token_is_not_sorted(ids: list[int], transposed: bool, tiling: Group
     for _ in range(2):
         result = grouped_experts(*given, tiling=tiling)
         assert close(result, expected) if min(ids) < 6 else not result.any()
+
+
+@pytest.mark.parametrize(
+    ("top_k", "hidden", "width", "narrow"), [(4, 2880, 2880, (False, False)), (1, 5120, 8192, (True, True)), (2, 4096, 4608, (False, True))]
+)
+def test_one_token_gets_narrow_blocks_where_wide_ones_leave_half_of_the_gpu_idle(
+    top_k: int, hidden: int, width: int, narrow: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine of an H200's size; on a gaming GPU buffers shrink until they fit."""
+    w1, w2 = torch.empty(8, 2 * width, hidden, device="meta", dtype=torch.bfloat16), torch.empty(8, hidden, width, device="meta")
+    monkeypatch.setattr(grouped, "machine_of", lambda _: Machine(132, True, True, shared_bytes=227 << 10, sm90_or_newer=True))
+    found = grouped.tilings_for_one(w1, w2, top_k, True)
+    assert [(each.m, each.n, each.k, each.stages) for each in found] == [(16, 64, 128, 5) if each else (16, 128, 128, 3) for each in narrow]
+    assert grouped.tilings_for_one(w1.float(), w2, top_k, True) == (grouped.tiling_for(0.1, w1.float(), True),) * 2
+    monkeypatch.setattr(grouped, "machine_of", lambda _: Machine(132, False, False, shared_bytes=99 << 10))
+    for each, halves in zip(grouped.tilings_for_one(w1, w2, top_k, True), (2, 1), strict=True):
+        assert (each.stages - 1) * (each.m + halves * each.n) * each.k * 2 <= 99 << 10
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,34 @@ def test_a_router_is_one_op_where_a_rank_has_some_of_the_experts(own: tuple[int,
     assert expected[0].any(), "a token has an expert of this rank"
 
 
+class ScaledInputs(Experts):
+    """Llama 4's router, and experts whose inputs are multiplied by its weights, as `dense_experts.py` leaves them."""
+
+    def __init__(self, top_k: int, dtype: torch.dtype) -> None:
+        super().__init__(softmax_first, dtype)
+        self.top_k = top_k
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = (self.embed(input_ids) + torch.cos(position_ids[..., None] * 0.1).to(self.embed.weight.dtype))[0]
+        logits = self.gate(x)
+        values, ids = torch.topk(logits, self.top_k, dim=1)
+        scores = torch.full_like(logits, float("-inf")).scatter_(1, ids, values).float().sigmoid().to(x.dtype)
+        rows = (x.unsqueeze(1) * torch.gather(scores, 1, ids).unsqueeze(2)).reshape(-1, H)
+        each = ids.reshape(-1, 1)
+        ones = torch.ones_like(each, dtype=x.dtype)
+        return EXPERTS(rows, each, ones, self.w1, self.w2, None, None, *Gating().arguments, "one_by_one").reshape(-1, self.top_k, H).sum(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_router_that_scales_the_inputs_is_one_op(top_k: int, dtype: torch.dtype) -> None:
+    graph, count, given, expected = fused(ScaledInputs(top_k, dtype))
+    (route,) = [node for node in graph.nodes if node.target is ROUTE]
+    assert count == 1 and Routing(*route.args[3:]) == Routing(top_k, "none", "sigmoid")
+    assert not any(name in str(node.target) for node in graph.nodes for name in ("topk", "scatter", "sigmoid", "gather"))
+    torch.testing.assert_close(given, expected)
+
+
 @pytest.mark.parametrize(
     "router", [by_sorting, squared, the_worst, biased_weights, limited, of_two_tokens], ids=lambda router: router.__name__
 )
