@@ -1,10 +1,10 @@
-"""Builds what runs a model's steps: the runner, the graphs, and a KV pool in the memory that they leave."""
+"""Builds what an engine's steps run on: the runner, the graphs, and a KV pool in the memory that they leave."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,34 +13,30 @@ from torch import nn
 from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
-from paged_attn.attn_ops.kv.layer_groups import LayerGroup
-from paged_attn.attn_ops.ops.experts import use_experts
-from paged_attn.attn_ops.ops.linears.linear import ONE_ROW_KERNEL
-from paged_attn.attn_ops.ops.linears.lora import LORA_KERNEL, LORA_UP_KERNEL
-from paged_attn.attn_ops.ops.routing import ROUTE_KERNEL
+from paged_attn.attn_ops.kv.layer_groups import LayerGroup, group_layers
+from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.backends.attention.by_group import by_group
 from paged_attn.backends.devices import has_triton, memory_of
-from paged_attn.backends.selection.experts import experts_backend
-from paged_attn.backends.selection.select import Selection, select_for_pool, serves_latents
-from paged_attn.calling.body import Body
+from paged_attn.backends.selection.select import Selection, select_for_pool
 from paged_attn.capture.graphs.recorder import CudaRecorder, Recorder
-from paged_attn.check.runs.steps import ProbeSettings, lengths_of_steps
-from paged_attn.compiled.options import CompileOptions
-from paged_attn.compiled.steps_ahead import RunsWith
 from paged_attn.engine.config import MANY_EXPERTS, MANY_EXPERTS_STEP_TOKENS, EngineConfig
+from paged_attn.engine.generation_config import default_params
+from paged_attn.engine.lora.lora_pool import LoraPool
 from paged_attn.engine.lora.lora_runner import LoraRunner, LoraSlots, check_adapters
-from paged_attn.engine.memory.grouped_kv import num_page_ids
+from paged_attn.engine.memory.budget import MemoryBudget
+from paged_attn.engine.memory.grouped_kv import make_kv_manager, num_page_ids
+from paged_attn.engine.memory.kv_manager import KVManager
+from paged_attn.engine.model.model_limits import ModelLimits
 from paged_attn.engine.pooling.pooler import Pooler
-from paged_attn.engine.runners.compilers import start_compilers
-from paged_attn.engine.runners.hooked_runner import HookedRunner
+from paged_attn.engine.runners.make_runner import make_runner
 from paged_attn.engine.runners.runner import Runner
 from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.engine.sampling.sampler import greedy_sample
+from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.engine.steps.capture_specs import CaptureSettings
 from paged_attn.engine.steps.step_runner import StepRunner
-from paged_attn.engine.tracing.trace_model import only_device
-from paged_attn.parallel.local_model import is_cut, served_locally
-from paged_attn.passes.optional import OPTIONAL
+from paged_attn.engine.steps.thread_choice import ThreadChoice, num_threads, num_threads_to_start
+from paged_attn.passes.fx.model_facts import model_device
 from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.stopwatch import part
 
@@ -49,60 +45,87 @@ SCRATCH_PAGES = 2  # page 0, and one page that all tokens of a recording share
 logger = logging.getLogger("paged_attn")
 
 
-def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
-    """Trace and rewrite the model, or hook its attention, as `config.compile` says; the config is resolved."""
-    options = CompileOptions(
-        inductor=config.inductor, self_check=config.self_check, experts_backend=config.experts_backend,
-        scans_backend=config.scans_backend, state_dtype=config.state_dtype,
-        runs_with=RunsWith(
-            config.backend, config.page_size, config.deterministic,
-            checked=lengths_of_steps(only_device(model)) if config.self_check else (),
-        ),
-        max_loras=config.max_loras, max_lora_rank=config.max_lora_rank if config.max_loras else 0,
+@dataclass(frozen=True)
+class Runtime:
+    """What an engine's steps run on, built once.
+
+    Attributes:
+        config: the settings as device and model allow them.
+        is_causal: no token sees later ones.
+        defaults: values of params that a request does not set.
+        states, state_pool: of recurrent layers; the pool is None without them.
+        lora_step_runner: runs steps in which a request has an adapter; None without adapters, as `adapters` is.
+        threads: of steps on a CPU; None elsewhere.
+    """
+
+    config: EngineConfig
+    runner: Runner
+    is_causal: bool
+    limits: ModelLimits
+    defaults: SamplingParams
+    budget: MemoryBudget
+    state_pool: StatePool | None
+    adapters: LoraPool | None
+    step_runner: StepRunner
+    lora_step_runner: StepRunner | None
+    pool: KVPool
+    selection: Selection
+    kv: KVManager
+    threads: ThreadChoice | None
+
+
+def build_runtime(model: nn.Module, given: EngineConfig, pooler: Pooler | None, recorder: Recorder | None) -> Runtime:
+    """Trace or hook the model, divide the memory, allocate the pools, and capture the steps that use them.
+
+    Args:
+        model: what the steps run: a causal LM, or the body of `pooler`.
+        recorder: see `allocate_and_capture`.
+
+    Raises:
+        UnsupportedError: see `Engine`.
+        ValueError: a setting does not fit the model, the device or its memory.
+    """
+    device = model_device(model)
+    cuda = device.type == "cuda"
+    config = given.resolved(cuda=cuda, has_triton=cuda and has_triton())
+    to_start = num_threads_to_start(model)
+    with num_threads(config.threads or to_start):
+        runner = make_runner(model, config)
+    if pooler is not None:
+        _refuse_for_pooling(runner, pooler, config)
+    is_causal = all(spec.causal for spec in runner.layers if spec.by_backend)
+    config = _adapt_to_model(config, runner, is_causal, given.max_batch_tokens)
+    limits = ModelLimits.of(model, runner.max_positions, runner.length_borders, runner.token_ids).within(config.max_model_len)
+    defaults = default_params(model, limits.eos_token_ids) if config.generation_config == "auto" else SamplingParams()
+
+    recurrent = [layer.spec for layer in runner.recurrent]
+    takes_chunks = all(layer.takes_chunks for layer in runner.recurrent)
+    groups = group_layers(runner.layers, limits.max_positions, config.page_size) if config.layer_groups and pooler is None else ()
+    agree = int if runner.ranks is None else runner.ranks.least
+    budget = MemoryBudget(config, runner.layers, runner.dtype, device, groups, recurrent, limits.max_positions, takes_chunks, agree)
+    state_pool = StatePool(recurrent, budget.slots.total, device) if recurrent else None
+    states = RecurrentRunner(runner.recurrent, state_pool) if state_pool else None
+    with_adapters = _lora_runner(runner, config)
+    step_runner, lora_step_runner, pool, selection = allocate_and_capture(
+        runner, with_adapters, config, budget.pages, states, recorder, groups
+    )
+    logger.info("memory: %s", budget.describe(pool.num_pages))
+    if state_pool and config.prefix_cache and not budget.slots.kept:
+        logger.info("no prefix is reused: its KV is useless without the recurrent state at its end (see state_snapshots)")
+    interval = config.snapshot_interval if takes_chunks else 0  # otherwise everything after one runs token by token
+    kv = make_kv_manager(config, groups, pool.num_pages, budget.slots, state_pool, interval)
+    if pooler is None:
+        _warm_sampler(runner)
+    every_step = torch.get_num_threads() if config.deterministic else None  # another number may round differently
+    threads = ThreadChoice(config.threads or every_step, to_start) if device.type == "cpu" else None
+    return Runtime(
+        config=config, runner=runner, is_causal=is_causal, limits=limits, defaults=defaults, budget=budget, kv=kv, pool=pool,
+        state_pool=state_pool, selection=selection, step_runner=step_runner, lora_step_runner=lora_step_runner,
+        adapters=None if with_adapters is None else with_adapters.adapters, threads=threads,
     )  # fmt: skip
-    with served_locally(model) as ranks:
-        if config.max_loras:
-            _refuse_adapters(model, config, ranks is not None)
-        if ranks is not None:
-            ranks.check_settings(repr(config))
-        probe = ProbeSettings(config.backend, config.page_size, config.deterministic, ranks)
-        if not config.compile:
-            if isinstance(model, Body):
-                raise UnsupportedError(f"{model.name} embeds or classifies, which runs traced alone; leave compile=False out")
-            return HookedRunner(model, options, config.follow_generate, probe)
-        use_experts(lambda name: experts_backend(name).forward)
-        start_compilers(only_device(model), config)
-        if only_device(model).type == "cuda" and has_triton():
-            from paged_attn.backends.experts.triton.route import route
-            from paged_attn.backends.linear.gemv import one_row_linear
-
-            ONE_ROW_KERNEL.use(one_row_linear)
-            ROUTE_KERNEL.use(route)
-            if config.max_loras:
-                from paged_attn.backends.lora.on_gpu import lora_on_gpu, lora_up_on_gpu
-
-                LORA_KERNEL.use(lora_on_gpu)
-                LORA_UP_KERNEL.use(lora_up_on_gpu)
-        on = {
-            "latent_attention": serves_latents(config.backend, only_device(model)),
-            "linear_float32": not config.deterministic,  # which of its two products runs depends on the number of rows
-            "merge_linears": config.merge_linears,
-            "early_logits_gather": config.early_logits_gather,
-            "gemv": config.gemv,
-        }
-        passes = tuple(name for name in OPTIONAL if on.get(name, True) and name not in config.disable_passes)
-        runner = TracedRunner(model, replace(options, pdl=bool(config.pdl), passes=passes), config.follow_generate, probe)
-    cut = [layer.spec.module for layer in runner.recurrent if is_cut(model, layer.module)]
-    if ranks is not None and cut:
-        runner.close()
-        raise UnsupportedError(
-            f"{type(model).__name__} is sharded over {ranks.size} ranks, and so is {cut[0]}, which has recurrent state; known are layers "
-            "that every rank has whole. Take them out of its tp_plan, or run it whole on each device and share out the requests"
-        )
-    return runner
 
 
-def refuse_for_pooling(runner: Runner, pooler: Pooler, config: EngineConfig) -> None:
+def _refuse_for_pooling(runner: Runner, pooler: Pooler, config: EngineConfig) -> None:
     """Raises UnsupportedError for settings with which models that embed are not supported."""
     if runner.ranks is not None:
         why = f"{pooler.body.name} is sharded over {runner.ranks.size} ranks; models that embed or classify run whole on each device"
@@ -117,24 +140,7 @@ def refuse_for_pooling(runner: Runner, pooler: Pooler, config: EngineConfig) -> 
     raise UnsupportedError(why)
 
 
-def _refuse_adapters(model: nn.Module, config: EngineConfig, is_sharded: bool) -> None:
-    """Raises UnsupportedError if requests cannot choose adapters here; the message says why."""
-    if not config.compile:
-        why = "compile=False calls the model itself, and adapters by request are part of its graph; leave compile on"
-    elif is_sharded:
-        why = f"{type(model).__name__} is sharded over ranks, and adapters are not; run it whole on each device"
-    elif mine := [path for path, module in model.named_modules() if path and type(module).__module__.startswith("peft.")]:
-        why = (
-            f"{type(model).__name__} has adapters of peft in it already ({mine[0]} is one of them). Without max_loras and loras it is "
-            "served with its active one; for adapters by request save them (save_pretrained), and give LLM the model without "
-            "(model.unload())"
-        )
-    else:
-        return
-    raise UnsupportedError(f"max_loras={config.max_loras}: {why}")
-
-
-def lora_runner(runner: Runner, config: EngineConfig) -> LoraRunner | None:
+def _lora_runner(runner: Runner, config: EngineConfig) -> LoraRunner | None:
     """The runner of steps with adapters, with memory for the adapters; None unless the settings ask for it."""
     if not config.max_loras:
         return None
@@ -142,7 +148,7 @@ def lora_runner(runner: Runner, config: EngineConfig) -> LoraRunner | None:
     return LoraRunner(runner, runner.compiled.lora, config.max_loras, config.max_lora_rank)
 
 
-def warm_sampler(runner: Runner) -> None:
+def _warm_sampler(runner: Runner) -> None:
     """Have the kernels compiled that choose tokens, in other processes; nothing waits for them."""
     if runner.device.type == "cuda" and has_triton():
         from paged_attn.backends.sampling.ahead import ask_for_kernels
@@ -228,7 +234,7 @@ def _select(runner: Runner, config: EngineConfig, pool: KVPool) -> Selection:
     return replace(selection, backend=by_group(selection.backend, pool))
 
 
-def adapt_to_model(config: EngineConfig, runner: Runner, is_causal: bool, given_step_tokens: int | None) -> EngineConfig:
+def _adapt_to_model(config: EngineConfig, runner: Runner, is_causal: bool, given_step_tokens: int | None) -> EngineConfig:
     """The settings as the model allows: it may limit the tokens of a step, and without causal attention there is no prefix cache.
 
     Args:

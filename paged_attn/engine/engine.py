@@ -16,19 +16,13 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.batch.batch import RequestColumns
 from paged_attn.attn_ops.current_device import current_device, on_its_device
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
-from paged_attn.attn_ops.kv.layer_groups import group_layers
-from paged_attn.attn_ops.kv.state_pool import StatePool
-from paged_attn.backends.devices import has_triton
 from paged_attn.calling.plain_modes import in_plain_modes
 from paged_attn.calling.uncompiled import uncompiled
 from paged_attn.capture.graphs.recorder import Recorder
-from paged_attn.engine.build_runtime import adapt_to_model, allocate_and_capture, lora_runner, make_runner, refuse_for_pooling, warm_sampler
+from paged_attn.engine.build_runtime import Runtime, build_runtime
 from paged_attn.engine.config import EngineConfig
-from paged_attn.engine.generation_config import default_params
 from paged_attn.engine.input_processor import InputProcessor
 from paged_attn.engine.lora.lora_pool import LoraPool
-from paged_attn.engine.memory.budget import MemoryBudget
-from paged_attn.engine.memory.grouped_kv import make_kv_manager
 from paged_attn.engine.model.model_limits import ModelLimits
 from paged_attn.engine.output_processor import EngineStats, OutputProcessor
 from paged_attn.engine.pooling.pooler import Pooler
@@ -44,10 +38,8 @@ from paged_attn.engine.setting_names import tells_names
 from paged_attn.engine.steps.in_flight import InFlightStep
 from paged_attn.engine.steps.step_layout import NONE_IN_FLIGHT, StepLayout, build_step
 from paged_attn.engine.steps.step_runner import Step, StepRunner
-from paged_attn.engine.steps.thread_choice import ThreadChoice, num_threads, num_threads_to_start
 from paged_attn.interrupts import held_back, uninterrupted
 from paged_attn.passes.fx.model_facts import model_device
-from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.shown import shown
 from paged_attn.stopwatch import stopwatch
 
@@ -86,70 +78,27 @@ class Engine:
         model = model.body if isinstance(model, Pooler) else uncompiled(model)
         self.device = model_device(model)
         with stopwatch() as self.start_seconds, current_device(self.device):
-            self._start(model, tokenizer, config, recorder)
+            self._make_loop(build_runtime(model, config or EngineConfig.from_environment(), self.pooler, recorder), tokenizer)
         parts = (f"{seconds:.2f} s ({name})" for name, seconds in self.start_seconds.items() if seconds >= 0.005)
         logger.info("ready in %s", ", ".join(parts))
 
-    def _start(self, model: nn.Module, tokenizer: Any, config: EngineConfig | None, recorder: Recorder | None) -> None:
-        cuda = self.device.type == "cuda"
-        given = config or EngineConfig.from_environment()
-        self.config = given.resolved(cuda=cuda, has_triton=cuda and has_triton())
-        self.tokenizer = tokenizer
-        to_start = num_threads_to_start(model)
-        with num_threads(self.config.threads or to_start):
-            self.runner = make_runner(model, self.config)
-        if self.pooler is not None:
-            refuse_for_pooling(self.runner, self.pooler, self.config)
-        self.is_causal = all(spec.causal for spec in self.runner.layers if spec.by_backend)
-        self.config = adapt_to_model(self.config, self.runner, self.is_causal, given.max_batch_tokens)
-        limits = ModelLimits.of(model, self.runner.max_positions, self.runner.length_borders, self.runner.token_ids)
-        limits = limits.within(self.config.max_model_len)
-        defaults = default_params(model, limits.eos_token_ids) if self.config.generation_config == "auto" else SamplingParams()
-        self._allocate(limits, recorder)
-        if self.pooler is None:
-            warm_sampler(self.runner)
-        self._make_loop(limits, defaults, to_start)
-
-    def _allocate(self, limits: ModelLimits, recorder: Recorder | None) -> None:
-        """Divide the memory, allocate the pools, and capture the steps that use them."""
-        runner, config = self.runner, self.config
-        recurrent = [layer.spec for layer in runner.recurrent]
-        takes_chunks = all(layer.takes_chunks for layer in runner.recurrent)
-        grouped = config.layer_groups and self.pooler is None
-        groups = group_layers(runner.layers, limits.max_positions, config.page_size) if grouped else ()
-        self.budget = MemoryBudget(
-            config, runner.layers, runner.dtype, self.device, groups, recurrent, limits.max_positions, takes_chunks,
-            int if runner.ranks is None else runner.ranks.least,
-        )  # fmt: skip
-        slots = self.budget.slots
-        self.state_pool = StatePool(recurrent, slots.total, self.device) if recurrent else None
-        states = RecurrentRunner(runner.recurrent, self.state_pool) if self.state_pool else None
-        with_adapters = lora_runner(runner, config)
-        self.adapters = None if with_adapters is None else with_adapters.adapters
-        self.step_runner, self.lora_step_runner, self.pool, self.selection = allocate_and_capture(
-            runner, with_adapters, config, self.budget.pages, states, recorder, groups
-        )
-        logger.info("memory: %s", self.budget.describe(self.pool.num_pages))
-        if self.state_pool and config.prefix_cache and not slots.kept:
-            logger.info("no prefix is reused: its KV is useless without the recurrent state at its end (see state_snapshots)")
-        interval = config.snapshot_interval if takes_chunks else 0  # otherwise everything after one runs token by token
-        self.kv = make_kv_manager(config, groups, self.pool.num_pages, slots, self.state_pool, interval)
-
-    def _make_loop(self, limits: ModelLimits, defaults: SamplingParams, threads_to_start: int) -> None:
+    def _make_loop(self, built: Runtime, tokenizer: Any) -> None:
         """Create what `step` uses, from input processor to output processor."""
-        config = self.config
+        config, runner = self.config, self.runner = built.config, built.runner
+        self.kv, self.pool, self.state_pool, self.budget = built.kv, built.pool, built.state_pool, built.budget
+        self.step_runner, self.lora_step_runner, self.selection = built.step_runner, built.lora_step_runner, built.selection
+        self.adapters, self.threads, self.is_causal = built.adapters, built.threads, built.is_causal
+        self.tokenizer = tokenizer
         self.input_processor = InputProcessor(
-            limits, self.kv.max_request_pages, config.page_size, self.tokenizer, self.state_pool is not None, defaults,
+            built.limits, self.kv.max_request_pages, config.page_size, tokenizer, self.state_pool is not None, built.defaults,
             None if self.is_causal else config.step_tokens,
         )  # fmt: skip
-        width = self.runner.token_ids.chosen if self.pooler is None else self.pooler.body.width
+        width = runner.token_ids.chosen if self.pooler is None else self.pooler.body.width
         self.scheduler = Scheduler(
-            config, self.kv, score_rows(width) if self.is_causal else NO_SCORES, not self.is_causal, bool(limits.length_borders)
+            config, self.kv, score_rows(width) if self.is_causal else NO_SCORES, not self.is_causal, bool(built.limits.length_borders)
         )
-        every_step = torch.get_num_threads() if config.deterministic else None  # another number may round differently
-        self.threads = ThreadChoice(config.threads or every_step, threads_to_start) if self.device.type == "cpu" else None
         self.overlaps = bool(config.overlap)
-        self.sampler = Sampler(self.runner.ranks)
+        self.sampler = Sampler(runner.ranks)
         self.output_processor = OutputProcessor(self.kv, self.scheduler, self.sampler)
         self.last_scheduled: Sequence[Request] = ()
         self._in_flight: deque[InFlightStep] = deque()  # two at most, the oldest first
@@ -157,7 +106,7 @@ class Engine:
         self._is_stepping, self._cancelled_in_step = False, list[str]()
         self._arrivals, self._step_numbers = itertools.count(), itertools.count(1)
         captured = self.step_runner.graphs is not None and bool(self.step_runner.graphs.captured)
-        self.watch: ModelWatch | None = ModelWatch(self.runner, captured)
+        self.watch: ModelWatch | None = ModelWatch(runner, captured)
         self._steps_since_look, self._look_is_due, self._is_stale = 0, False, False
         self._released = False
 

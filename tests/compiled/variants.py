@@ -106,5 +106,5 @@ def variants() -> Iterator[Variants]:
         patched.enter_context(patch.object(rewritten_graph, "has_triton", lambda: True))
         patched.enter_context(patch.object(rewritten_graph, "model_device", lambda model: torch.device("cuda")))
         patched.enter_context(patch.object(rewritten_graph, "compile_steps_ahead", on_cpu))
-        patched.enter_context(patch("paged_attn.engine.build_runtime.serves_latents", lambda *_: True))
+        patched.enter_context(patch("paged_attn.engine.runners.make_runner.serves_latents", lambda *_: True))
         yield found

@@ -22,10 +22,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from paged_attn import LLM, EngineConfig, SamplingParams
 from paged_attn.attn_ops.kv.page_allocator import GroupedAllocator
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.engine import build_runtime
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer
 from paged_attn.engine.requests.request import Request
+from paged_attn.engine.runners import make_runner
 from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from tests.engine.memory.radix_invariants import check_invariants, num_payloads
@@ -60,7 +60,7 @@ def make_llm(model: PreTrainedModel | None = None, tokenizer: Any = None, **sett
 
 def one_capture() -> Any:
     """Engines made inside share one capture of each model, without optional passes but `scans`."""
-    return mock.patch.object(build_runtime, "TracedRunner", lambda model, options, *_: copy.copy(_runner(model, "scans" in options.passes)))
+    return mock.patch.object(make_runner, "TracedRunner", lambda model, options, *_: copy.copy(_runner(model, "scans" in options.passes)))
 
 
 def random_prompts(seed: int, *lengths: int) -> list[list[int]]:

@@ -20,8 +20,7 @@ from paged_attn import LLM, SamplingParams, UnsupportedError, attention_layers
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.engine import build_runtime
-from paged_attn.engine.runners import traced_runner
+from paged_attn.engine.runners import make_runner, traced_runner
 from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.graph_cache.entries import VARIABLE
 from paged_attn.passes import replace_layers
@@ -53,7 +52,7 @@ def _runner() -> TracedRunner:
 @contextmanager
 def one_capture() -> Iterator[None]:
     """Engines made inside share one capture of the tiny model."""
-    with mock.patch.object(build_runtime, "TracedRunner", lambda *_: copy.copy(_runner())):
+    with mock.patch.object(make_runner, "TracedRunner", lambda *_: copy.copy(_runner())):
         yield
 
 

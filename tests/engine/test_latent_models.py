@@ -21,8 +21,7 @@ from paged_attn.attn_ops.kv.kv_pool import page_elements
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.latent import step
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.engine import build_runtime
-from paged_attn.engine.runners import traced_runner
+from paged_attn.engine.runners import make_runner, traced_runner
 from paged_attn.engine.runners.traced_runner import TracedRunner
 from paged_attn.graph_cache.entries import VARIABLE
 from tests.oracle import greedy, random_prompts
@@ -53,7 +52,7 @@ def _runner() -> TracedRunner:
 @contextmanager
 def one_capture() -> Iterator[None]:
     """Engines made inside share one capture of the tiny model."""
-    with mock.patch.object(build_runtime, "TracedRunner", lambda *_: copy.copy(_runner())):
+    with mock.patch.object(make_runner, "TracedRunner", lambda *_: copy.copy(_runner())):
         yield
 
 

@@ -1,0 +1,98 @@
+"""Makes the runner of a model: traced and rewritten, or hooked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.ops.experts import use_experts
+from paged_attn.attn_ops.ops.linears.linear import ONE_ROW_KERNEL
+from paged_attn.attn_ops.ops.linears.lora import LORA_KERNEL, LORA_UP_KERNEL
+from paged_attn.attn_ops.ops.routing import ROUTE_KERNEL
+from paged_attn.backends.devices import has_triton
+from paged_attn.backends.selection.experts import experts_backend
+from paged_attn.backends.selection.select import serves_latents
+from paged_attn.calling.body import Body
+from paged_attn.check.runs.steps import ProbeSettings, lengths_of_steps
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.compiled.steps_ahead import RunsWith
+from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.runners.compilers import start_compilers
+from paged_attn.engine.runners.hooked_runner import HookedRunner
+from paged_attn.engine.runners.runner import Runner
+from paged_attn.engine.runners.traced_runner import TracedRunner
+from paged_attn.engine.tracing.trace_model import only_device
+from paged_attn.parallel.local_model import is_cut, served_locally
+from paged_attn.passes.optional import OPTIONAL
+
+
+def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
+    """Trace and rewrite the model, or hook its attention, as `config.compile` says; the config is resolved."""
+    options = CompileOptions(
+        inductor=config.inductor, self_check=config.self_check, experts_backend=config.experts_backend,
+        scans_backend=config.scans_backend, state_dtype=config.state_dtype,
+        runs_with=RunsWith(
+            config.backend, config.page_size, config.deterministic,
+            checked=lengths_of_steps(only_device(model)) if config.self_check else (),
+        ),
+        max_loras=config.max_loras, max_lora_rank=config.max_lora_rank if config.max_loras else 0,
+    )  # fmt: skip
+    with served_locally(model) as ranks:
+        if config.max_loras:
+            _refuse_adapters(model, config, ranks is not None)
+        if ranks is not None:
+            ranks.check_settings(repr(config))
+        probe = ProbeSettings(config.backend, config.page_size, config.deterministic, ranks)
+        if not config.compile:
+            if isinstance(model, Body):
+                raise UnsupportedError(f"{model.name} embeds or classifies, which runs traced alone; leave compile=False out")
+            return HookedRunner(model, options, config.follow_generate, probe)
+        use_experts(lambda name: experts_backend(name).forward)
+        start_compilers(only_device(model), config)
+        if only_device(model).type == "cuda" and has_triton():
+            from paged_attn.backends.experts.triton.route import route
+            from paged_attn.backends.linear.gemv import one_row_linear
+
+            ONE_ROW_KERNEL.use(one_row_linear)
+            ROUTE_KERNEL.use(route)
+            if config.max_loras:
+                from paged_attn.backends.lora.on_gpu import lora_on_gpu, lora_up_on_gpu
+
+                LORA_KERNEL.use(lora_on_gpu)
+                LORA_UP_KERNEL.use(lora_up_on_gpu)
+        on = {
+            "latent_attention": serves_latents(config.backend, only_device(model)),
+            "linear_float32": not config.deterministic,  # which of its two products runs depends on the number of rows
+            "merge_linears": config.merge_linears,
+            "early_logits_gather": config.early_logits_gather,
+            "gemv": config.gemv,
+        }
+        passes = tuple(name for name in OPTIONAL if on.get(name, True) and name not in config.disable_passes)
+        runner = TracedRunner(model, replace(options, pdl=bool(config.pdl), passes=passes), config.follow_generate, probe)
+    cut = [layer.spec.module for layer in runner.recurrent if is_cut(model, layer.module)]
+    if ranks is not None and cut:
+        runner.close()
+        raise UnsupportedError(
+            f"{type(model).__name__} is sharded over {ranks.size} ranks, and so is {cut[0]}, which has recurrent state; known are layers "
+            "that every rank has whole. Take them out of its tp_plan, or run it whole on each device and share out the requests"
+        )
+    return runner
+
+
+def _refuse_adapters(model: nn.Module, config: EngineConfig, is_sharded: bool) -> None:
+    """Raises UnsupportedError if requests cannot choose adapters here; the message says why."""
+    if not config.compile:
+        why = "compile=False calls the model itself, and adapters by request are part of its graph; leave compile on"
+    elif is_sharded:
+        why = f"{type(model).__name__} is sharded over ranks, and adapters are not; run it whole on each device"
+    elif mine := [path for path, module in model.named_modules() if path and type(module).__module__.startswith("peft.")]:
+        why = (
+            f"{type(model).__name__} has adapters of peft in it already ({mine[0]} is one of them). Without max_loras and loras it is "
+            "served with its active one; for adapters by request save them (save_pretrained), and give LLM the model without "
+            "(model.unload())"
+        )
+    else:
+        return
+    raise UnsupportedError(f"max_loras={config.max_loras}: {why}")
