@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,9 @@ from paged_attn.chat.answers.answer_form import AnswerForm
 from paged_attn.chat.several import CHAT_SETTINGS, ChatCompletion, ChatEvent, Chats, chat_events
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
+from paged_attn.engine.model.given_model import given_model
 from paged_attn.engine.model.load_options import LoadOptions
-from paged_attn.engine.model.model_state import hooked_module
-from paged_attn.engine.model.task import Task, checked_task, task_of
+from paged_attn.engine.model.task import Task, checked_task
 from paged_attn.engine.pooling.calls import PoolingCalls
 from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults
@@ -39,7 +37,6 @@ from paged_attn.shown import is_utf8, shown
 from paged_attn.truncation import Cut, ids_of_text
 
 LORAS = 8  # default max_loras if adapters are given
-logger = logging.getLogger("paged_attn")
 
 
 class LLM(PoolingCalls):
@@ -93,40 +90,14 @@ class LLM(PoolingCalls):
         config = EngineConfig.from_environment(**settings) if config is None else config.with_(**settings)
         if loras and not config.max_loras:
             config = config.with_(max_loras=max(LORAS, len(loras)))
-        own = tokenizer if isinstance(tokenizer, (str, Path)) else None
-        task = checked_task(task)
-        defaults = embedding_defaults
-        read = LoadOptions(own, revision, trust_remote_code, gguf_file, quantization_config)
-        options = replace(read, has_tokenizer=tokenizer is not None and own is None)
-        if isinstance(model, nn.Module):
-            if dtype is not None or device is not None:
-                raise ValueError("dtype and device are for loading from a path; convert a loaded model yourself: model.to(device, dtype)")
-            if given := [name for name in read.given if name not in ("tokenizer", "trust_remote_code")]:
-                raise ValueError(f"{given[0]} is for loading from a path; give it to the from_pretrained that loads the model")
+        task, read = checked_task(task), LoadOptions(None, revision, trust_remote_code, gguf_file, quantization_config)
         with showing(progress):
             if isinstance(model, (str, Path)):
-                from paged_attn.engine.model.loading import checkpoint_task, load_model
-
-                device = checked_device(device)
-                start_compilers(device, config)
-                task, found = checkpoint_task(model, task, options)
-                defaults = defaults or found
-                model, loaded_tokenizer = load_model(model, dtype, device, options=options, task=task)
-                tokenizer = loaded_tokenizer if tokenizer is None or own is not None else tokenizer
-            elif own is not None:
-                from paged_attn.engine.model.loading import load_tokenizer
-
-                tokenizer = load_tokenizer(own, options)
-            assert isinstance(model, nn.Module)
-            if hooked := hooked_module(model):
-                logger.warning(
-                    "%s has a forward hook: answers follow what it returns, but it is not called for their tokens, and what it records is "
-                    "of other prompts; the model itself, without LLM or custom_generate, calls it",
-                    hooked,
-                )
-            self.tokenizer = tokenizer
-            task = task_of(type(model).__name__, getattr(model, "config", None)) if task == "auto" else task
-            self.engine = Engine(model if task == "generate" else Pooler.of(model, task, defaults), tokenizer, config)
+                start_compilers(checked_device(device), config)
+            given = given_model(model, tokenizer, task, dtype, device, read)
+            self.tokenizer = given.tokenizer
+            served = given.model if given.task == "generate" else Pooler.of(given.model, given.task, embedding_defaults or given.defaults)
+            self.engine = Engine(served, given.tokenizer, config)
         self._lock = threading.RLock()
         self._inboxes: dict[str, deque[TokenEvent]] = {}
         for name, source in (loras or {}).items():
