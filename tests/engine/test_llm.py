@@ -37,13 +37,12 @@ def test_it_equals_the_models_own_generate(name: str, max_batch_tokens: int, pag
 
 
 def test_text_that_is_read_at_the_end_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = make_llm(tokenizer=tokenizer())
     whole = [tokenizer().decode(oracle(p, 12), skip_special_tokens=True) for p in PROMPTS]
     calls: list[int] = []
-    decode = type(llm.tokenizer).decode
-    monkeypatch.setattr(
-        type(llm.tokenizer), "decode", lambda self, ids, **settings: calls.append(len(ids)) or decode(self, ids, **settings)
-    )
+    kind = type(tokenizer())
+    decode = kind.decode
+    monkeypatch.setattr(kind, "decode", lambda self, ids, **settings: calls.append(len(ids)) or decode(self, ids, **settings))
+    llm = make_llm(tokenizer=tokenizer())  # after the patch: `direct_decoder` passes by a `decode` that is transformers' own
     assert [c.text for c in llm.generate(PROMPTS, GREEDY)] == whole
     assert calls == [12] * len(PROMPTS)
     assert "".join(event.text for event in llm.stream(PROMPTS[3], GREEDY)) == whole[3]
