@@ -14,7 +14,8 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
 from paged_attn.attn_ops.batch.requests import BatchRequest, RequestColumns, StateCheckpoint
-from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape, fields
+from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
+from paged_attn.attn_ops.batch.step_fields import StepFields
 from paged_attn.attn_ops.errors import UnsupportedError
 
 __all__ = ["Batch", "BatchRequest", "ForwardMode", "RequestColumns", "StateCheckpoint"]
@@ -119,92 +120,43 @@ class Batch:
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; allowed are 1 and above, as the pool has")
         columns = RequestColumns.of(requests)
-        cached, new, logits, counts = columns.num_cached, columns.num_new, columns.num_logits, columns.num_pages
-        num_real, num_tokens, num_logits = len(columns), len(columns.tokens), int(logits.sum())
-        seq_lens = cached + new
-        need = (seq_lens + (page_size - 1)) // page_size  # pages
-        later = 0 if columns.lengths is None else columns.lengths - seq_lens
-        if ((cached | (new - 1) | (counts - need) | logits | (new - logits) | later) < 0).any():
-            _refuse(columns.rows(), page_size)
-        one_each = num_tokens == num_real == num_logits  # each request has at least one token, and no more logits than tokens
-        if shape is None:
-            shape = StepShape.smallest(num_tokens, num_logits)
-        elif shape.requests is not None and not (one_each and cached.all()):
-            _refuse_extensions(columns.rows(), shape)
-        shape.check(num_tokens, num_logits, num_real)
-
-        width, num_dummies = columns.page_table.shape[1], (shape.requests or num_real) - num_real
-        num_requests, others = num_real + num_dummies, columns.group_tables
-        num_groups = (1 if others is None else 1 + len(others)) if buffers is None else buffers.num_groups
+        seq_lens = columns.num_cached + columns.num_new
+        shape = _checked_shape(columns, seq_lens, page_size, shape)
+        num_requests, width, others = shape.requests or len(columns), columns.page_table.shape[1], columns.group_tables
         if buffers is None:
-            packed = PackedInts(*fields(shape, num_requests, width, num_groups), device)
+            num_groups = 1 if others is None else 1 + len(others)
+            packed = PackedInts(*StepFields.sizes(shape.rows, shape.logits, num_requests, width, num_groups), device)
         else:
-            packed = buffers.pack(shape, num_requests, width)
-        ids, positions, logits_rows, *rest = packed.host
-        slots, lengths_out = rest[:num_groups], rest[num_groups:]
-        seq_lens_out, query_lens_out, query_start, state_slots, request_lens, *flat_tables = lengths_out
-        full_tables = [flat.reshape(num_requests, width) for flat in flat_tables]
-        table = full_tables[0][:num_real]
-        ids[:num_tokens], table[:] = columns.tokens, columns.page_table
-        if others is not None:
-            if len(others) != num_groups - 1:
-                raise ValueError(f"the step has page tables of {1 + len(others)} groups of layers, but the buffers {num_groups}")
-            for full_table, other in zip(full_tables[1:], others, strict=True):
-                full_table[:num_real] = other
-        elif num_groups > 1 and num_real:
-            raise ValueError(f"the buffers are for {num_groups} groups of layers, and the step has one page table; give `group_tables`")
-        elif np.count_nonzero(table > 0) < counts.sum() and ((table < 1) & (np.arange(width) < need[:, None])).any():
-            _refuse(columns.rows(), page_size)
-
-        seq_lens_out[:num_real], query_lens_out[:num_real], state_slots[:num_real] = seq_lens, new, columns.state_slots
-        request_lens[:num_real] = seq_lens if columns.lengths is None else columns.lengths
-        if one_each:
-            position, owner, last = cached, np.arange(num_real), np.arange(num_real)
-            query_start[:] = np.arange(num_requests + 1)
-        else:
-            ends = np.add.accumulate(new)
-            owner = np.arange(num_real).repeat(new)
-            position = np.arange(num_tokens) + (seq_lens - ends)[owner]
-            last = np.arange(num_logits) + (ends - np.add.accumulate(logits)).repeat(logits)
-            query_start[1:] = ends
-        positions[:num_tokens] = position
-        page = position // page_size
-        for group_slots, full_table in zip(slots, full_tables, strict=True):
-            group_slots[:num_tokens] = (full_table[owner, page] - page) * page_size + position
-        if num_logits:
-            logits_rows[:num_logits] = last
-            logits_rows[num_logits:] = last[-1]
-        if num_dummies:
-            seq_lens_out[num_real:] = query_lens_out[num_real:] = request_lens[num_real:] = 1
-            logits_rows[:] = np.arange(num_requests)
-        input_ids, position_ids, rows, *device_rest = packed.to_device()
-        slot_ids, lengths = device_rest[:num_groups], device_rest[num_groups : num_groups + 5]
-        tables = [flat.view(num_requests, width) for flat in device_rest[num_groups + 5 :]]
+            num_groups, packed = buffers.num_groups, buffers.pack(shape, num_requests, width)
+        host = StepFields.of(packed.host, num_groups, num_requests, width)
+        _fill_tables(host.page_tables, columns, seq_lens, page_size)
+        _fill_rows(host, columns, seq_lens, page_size)
+        placed = StepFields.of(packed.to_device(), num_groups, num_requests, width)
+        tables, num_dummies = placed.page_tables, num_requests - len(columns)
         if buffers is not None and shape.requests is not None:
             tables = [buffers.place_table(each, group) for group, each in enumerate(tables)]
-        groups = tuple(map(GroupTable, slot_ids, tables, full_tables)) if num_groups > 1 else ()
         return cls(
-            mode=ForwardMode.DECODE if shape.requests is not None else mode_of(cached, new),
+            mode=ForwardMode.DECODE if shape.requests is not None else mode_of(columns.num_cached, columns.num_new),
             page_size=page_size,
-            num_tokens=num_tokens + num_dummies,
-            num_logits=num_logits + num_dummies,
-            input_ids=input_ids,
-            positions=position_ids,
-            slots=slot_ids[0],
+            num_tokens=len(columns.tokens) + num_dummies,
+            num_logits=int(columns.num_logits.sum()) + num_dummies,
+            input_ids=placed.input_ids,
+            positions=placed.positions,
+            slots=placed.slots[0],
             page_table=tables[0],
-            seq_lens=lengths[0],
-            query_lens=lengths[1],
-            query_start=lengths[2],
-            logits_rows=rows,
-            state_slots=lengths[3],
-            request_lens=lengths[4],
+            seq_lens=placed.seq_lens,
+            query_lens=placed.query_lens,
+            query_start=placed.query_start,
+            logits_rows=placed.logits_rows,
+            state_slots=placed.state_slots,
+            request_lens=placed.request_lens,
             seq_lens_host=(*seq_lens.tolist(), *(1,) * num_dummies),
-            query_lens_host=(1,) * num_requests if one_each else tuple(new.tolist()),
+            query_lens_host=(*columns.num_new.tolist(), *(1,) * num_dummies),
             state_slots_host=(*columns.state_slots.tolist(), *(0,) * num_dummies),
-            page_table_host=full_tables[0],
+            page_table_host=host.page_tables[0],
             num_dummies=num_dummies,
             checkpoints=columns.checkpoints or {},
-            groups=groups,
+            groups=tuple(map(GroupTable, placed.slots, tables, host.page_tables)) if num_groups > 1 else (),
         )
 
     def model_inputs(self) -> dict[str, Any]:
@@ -227,6 +179,65 @@ def mode_of(cached: NDArray[np.int64], new: NDArray[np.int64]) -> ForwardMode:
     if not decoding:
         return ForwardMode.EXTEND if new.size else ForwardMode.IDLE
     return ForwardMode.DECODE if decoding == new.size else ForwardMode.MIXED
+
+
+def _checked_shape(columns: RequestColumns, seq_lens: NDArray[np.int64], page_size: int, shape: StepShape | None) -> StepShape:
+    """What to pad to; raises as `Batch.build` does."""
+    cached, new, logits = columns.num_cached, columns.num_new, columns.num_logits
+    lacking = columns.num_pages - (seq_lens + (page_size - 1)) // page_size
+    later = 0 if columns.lengths is None else columns.lengths - seq_lens
+    if ((cached | (new - 1) | lacking | logits | (new - logits) | later) < 0).any():
+        _refuse(columns.rows(), page_size)
+    num_tokens, num_logits = len(columns.tokens), int(logits.sum())
+    if shape is None:
+        return StepShape.smallest(num_tokens, num_logits)
+    if shape.requests is not None and not (num_tokens == len(columns) == num_logits and cached.all()):
+        _refuse_extensions(columns.rows(), shape)
+    shape.check(num_tokens, num_logits, len(columns))
+    return shape
+
+
+def _fill_tables(tables: Sequence[NDArray[np.int32]], columns: RequestColumns, seq_lens: NDArray[np.int64], page_size: int) -> None:
+    """Write the page table of each group, [R, width], in the rows of real requests."""
+    first, num_real, others = columns.page_table, len(columns), columns.group_tables
+    if others is not None and len(others) != len(tables) - 1:
+        raise ValueError(f"the step has page tables of {1 + len(others)} groups of layers, but the buffers {len(tables)}")
+    if others is None and len(tables) > 1 and num_real:
+        raise ValueError(f"the buffers are for {len(tables)} groups of layers, and the step has one page table; give `group_tables`")
+    if others is None and np.count_nonzero(first > 0) < columns.num_pages.sum():
+        needed = (seq_lens + (page_size - 1)) // page_size
+        if ((first < 1) & (np.arange(first.shape[1]) < needed[:, None])).any():
+            _refuse(columns.rows(), page_size)
+    for table, given in zip(tables, [first] if others is None else [first, *others], strict=False):
+        table[:num_real] = given
+
+
+def _fill_rows(host: StepFields, columns: RequestColumns, seq_lens: NDArray[np.int64], page_size: int) -> None:
+    """Write all but the page tables, which are there already."""
+    cached, new, logits = columns.num_cached, columns.num_new, columns.num_logits
+    num_real, num_tokens, num_logits = len(columns), len(columns.tokens), int(logits.sum())
+    host.input_ids[:num_tokens] = columns.tokens
+    host.seq_lens[:num_real], host.query_lens[:num_real], host.state_slots[:num_real] = seq_lens, new, columns.state_slots
+    host.request_lens[:num_real] = seq_lens if columns.lengths is None else columns.lengths
+    if num_tokens == num_real == num_logits:  # each request has at least one token, and no more logits than tokens
+        position, owner, last = cached, np.arange(num_real), np.arange(num_real)
+        host.query_start[:] = np.arange(len(host.query_start))
+    else:
+        ends = np.add.accumulate(new)
+        owner = np.arange(num_real).repeat(new)
+        position = np.arange(num_tokens) + (seq_lens - ends)[owner]
+        last = np.arange(num_logits) + (ends - np.add.accumulate(logits)).repeat(logits)
+        host.query_start[1:] = ends
+    host.positions[:num_tokens] = position
+    page = position // page_size
+    for slots, table in zip(host.slots, host.page_tables, strict=True):
+        slots[:num_tokens] = (table[owner, page] - page) * page_size + position
+    if num_logits:
+        host.logits_rows[:num_logits] = last
+        host.logits_rows[num_logits:] = last[-1]
+    if len(host.seq_lens) > num_real:  # dummies
+        host.seq_lens[num_real:] = host.query_lens[num_real:] = host.request_lens[num_real:] = 1
+        host.logits_rows[:] = np.arange(len(host.seq_lens))
 
 
 def _refuse(requests: Sequence[BatchRequest], page_size: int) -> NoReturn:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import IntBuffer, PackedInts, words
+from paged_attn.attn_ops.batch.step_fields import StepFields
 
 MIN_ROWS = 2  # torch specializes sizes 0 and 1, so a smaller step is padded to two rows
 
@@ -75,7 +76,7 @@ class StepBuffers:
                 raise ValueError(f"step buffers need {name} of {lowest} at least; got {sizes[name]}")
         self.max_rows, self.max_logits, self.max_requests, self.max_pages = sizes.values()
         self._room, self.num_groups = max_requests + 1, num_groups
-        size = words(*fields(StepShape(max_rows, max_logits), max_requests, max_pages, num_groups), room=self._room)
+        size = words(*StepFields.sizes(max_rows, max_logits, max_requests, max_pages, num_groups), room=self._room)
         self._ints = IntBuffer(size, device)
         with torch.inference_mode(False):  # see IntBuffer
             self.page_tables = [torch.zeros(max_requests, max_pages, dtype=torch.int32, device=device) for _ in range(num_groups)]
@@ -103,7 +104,8 @@ class StepBuffers:
                     f"the step has {got} {what}{per}, but its buffers were made for max_{what}={allowed}; "
                     "make larger StepBuffers, or run this step without them"
                 )
-        return PackedInts(*fields(shape, num_requests, num_pages, self.num_groups), into=self._ints, room=self._room)
+        sizes = StepFields.sizes(shape.rows, shape.logits, num_requests, num_pages, self.num_groups)
+        return PackedInts(*sizes, into=self._ints, room=self._room)
 
     def place_table(self, table: Tensor, group: int = 0) -> Tensor:
         """Copy `table` [R, width] on the device into the top left corner of a group's page table, and return that table's first R rows."""
@@ -122,11 +124,3 @@ def _corners(table: Tensor) -> Callable[[int, int], tuple[Tensor, Tensor]]:
             return rows, rows[:, :width]
 
     return corner
-
-
-def fields(shape: StepShape, num_requests: int, num_pages: int, num_groups: int = 1) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes of a step's int64 fields (input_ids, positions, logits_rows, slots of each group) and int32 fields (seq_lens,
-    query_lens, query_start, state_slots, request_lens, page_table of each group). Tables come last because their width varies."""
-    lengths = (num_requests, num_requests, num_requests + 1, num_requests, num_requests)
-    wide = (shape.rows, shape.rows, shape.logits, *(shape.rows,) * num_groups)
-    return wide, (*lengths, *(num_requests * num_pages,) * num_groups)
