@@ -25,7 +25,7 @@ from paged_attn.engine.engine import Engine
 from paged_attn.engine.llm import LLM
 from paged_attn.engine.pooling.outputs import ClassValues, EmbeddingValues, PoolingOutput, ScoreValues
 from paged_attn.engine.pooling.plans import PoolingPlan, Text, classify_plan, embed_plan, score_plan
-from paged_attn.engine.prompts import Loras, Params, as_list, loras_of_each, one_of, params_of_each
+from paged_attn.engine.prompts import Loras, Params, as_list, loras_of_each, one_of
 from paged_attn.engine.prompts import Prompt as GivenPrompt
 from paged_attn.engine.requests.outputs import Completion, TokenEvent
 from paged_attn.engine.requests.pooled_rows import PoolingKind
@@ -264,7 +264,7 @@ class AsyncLLM:
     async def _complete(self, prompts: Any, params: Any, lora: Loras, namespace: Any, priority: int, tell: Tell | None) -> list[Completion]:
         engine, texts, client = *self._ready(), object()
         listed = as_list(prompts)
-        taken = params_of_each(params, len(listed), engine.input_processor.as_params, engine.tokenizer is not None, tell is not None)
+        taken = engine.input_processor.params_of_each(params, len(listed), tell is not None)
         loras = loras_of_each(lora, len(listed))
 
         async def one(index: int) -> list[Completion]:
@@ -285,7 +285,7 @@ class AsyncLLM:
     ) -> list[ChatCompletion]:
         engine, texts, client = *self._ready(), object()
         conversations = listed_conversations(messages)
-        taken = params_of_each(params, len(conversations), engine.input_processor.as_params, engine.tokenizer is not None, tell is not None)
+        taken = engine.input_processor.params_of_each(params, len(conversations), tell is not None)
         loras = loras_of_each(lora, len(conversations))
         requests = [ChatRequest(conversation, **settings) for conversation in conversations]
 

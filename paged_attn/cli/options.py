@@ -58,13 +58,9 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_lora(parser: argparse.ArgumentParser) -> None:
-    """The adapter of all prompts; `with_room_for_lora` makes room for it, and `job.load` reads it."""
+    """The adapter of all prompts; `job.load` reads it, with a config that has room for it."""
     what = "an adapter of peft that everything is generated with: the folder that save_pretrained wrote"
     parser.add_argument_group("adapter").add_argument("--lora", metavar="FOLDER", help=what)
-
-
-def with_room_for_lora(config: EngineConfig, lora: str | None) -> EngineConfig:
-    return config.with_(max_loras=1) if lora is not None and not config.max_loras else config
 
 
 def load_options(args: argparse.Namespace) -> LoadOptions:

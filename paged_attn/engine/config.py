@@ -35,6 +35,7 @@ STEP_TOKENS = 2048
 CUDA_STEP_TOKENS = 8192  # larger steps have more throughput, but delay other requests' tokens
 MANY_EXPERTS = 32  # per chosen expert: with 8,192 tokens each gets at most 256, and reading its weights takes longer
 MANY_EXPERTS_STEP_TOKENS = 16_384
+LORAS = 8  # adapters that there is room for, if some are given and more may come
 OF_THE_GRAPH = ("inductor", "merge_linears", "gemv", "pdl")  # they change the graph: True is an error with compile=False
 
 
@@ -228,6 +229,10 @@ class EngineConfig:
     def with_(self, **given: Any) -> EngineConfig:
         """A copy with some settings changed; an unknown one raises ValueError."""
         return replace(self, **renamed(given))
+
+    def with_adapters(self, count: int) -> EngineConfig:
+        """With room for so many adapters, unless `max_loras` is set."""
+        return self if self.max_loras else self.with_(max_loras=count)
 
 
 _with_new_names = EngineConfig.__init__

@@ -10,6 +10,7 @@ from typing import Any
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.generation_config import as_params
 from paged_attn.engine.model.model_limits import ModelLimits
+from paged_attn.engine.prompts import Params
 from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, MarkedDecoder, WholeText, direct_decoder
 from paged_attn.engine.requests.pooled_rows import Pooled, PoolingParams
 from paged_attn.engine.requests.request import Request
@@ -77,9 +78,21 @@ class InputProcessor:
         room = max(self.room - max(1 if new is None else new, 1) + 1, 1)
         return Cut(room if most == ALL_ROOM else most, keeps_end)
 
-    def as_params(self, given: Any) -> SamplingParams:
-        """A caller's `SamplingParams` or `GenerationConfig` as params for this model; raises like `generation_config.as_params`."""
-        return as_params(given, self.defaults, self.limits.eos_token_ids)
+    def params_of_each(self, params: Params | Sequence[Params] | None, count: int, streamed: bool = False) -> list[SamplingParams]:
+        """A caller's params as those of this model, one for each of `count` prompts.
+
+        Raises:
+            ValueError: another number of them, or one that asks for what there is not; TypeError: none of `Params`.
+        """
+        chosen = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * count
+        if len(chosen) != count:
+            raise ValueError(f"{len(chosen)} SamplingParams for {count} prompts; give one for all or one for each")
+        taken = [as_params(each, self.defaults, self.limits.eos_token_ids) for each in chosen]
+        if self.tokenizer is None and any(each.stop for each in taken):
+            raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
+        if streamed and (scores := [each.prompt_logprobs for each in taken if each.prompt_logprobs is not None]):
+            raise ValueError(f"prompt_logprobs is {scores[0]} in a stream, whose events are of new tokens; use generate")
+        return taken
 
     def make(
         self,

@@ -15,7 +15,7 @@ from torch import nn
 from paged_attn.backends.devices import checked_device
 from paged_attn.chat.answers.answer_form import AnswerForm
 from paged_attn.chat.several import CHAT_SETTINGS, ChatCompletion, ChatEvent, Chats, chat_events
-from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.config import LORAS, EngineConfig
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.model.given_model import given_model
 from paged_attn.engine.model.load_options import LoadOptions
@@ -23,7 +23,7 @@ from paged_attn.engine.model.task import Task, checked_task
 from paged_attn.engine.pooling.calls import PoolingCalls
 from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults
-from paged_attn.engine.prompts import Loras, Params, Prompt, as_list, loras_of_each, one_of, params_of_each
+from paged_attn.engine.prompts import Loras, Params, Prompt, as_list, loras_of_each, one_of
 from paged_attn.engine.requests.outputs import Completion, FinishReason, TokenEvent
 from paged_attn.engine.requests.pooled_rows import PoolingParams
 from paged_attn.engine.requests.request import Request
@@ -35,8 +35,6 @@ from paged_attn.progress import bar
 from paged_attn.progress import progress as showing
 from paged_attn.shown import is_utf8, shown
 from paged_attn.truncation import Cut, ids_of_text
-
-LORAS = 8  # default max_loras if adapters are given
 
 
 class LLM(PoolingCalls):
@@ -88,8 +86,8 @@ class LLM(PoolingCalls):
         if not isinstance(model, (nn.Module, str, Path)):
             raise TypeError(f"model is a {type(model).__name__}; allowed are a loaded model, a directory or a hub id")
         config = EngineConfig.from_environment(**settings) if config is None else config.with_(**settings)
-        if loras and not config.max_loras:
-            config = config.with_(max_loras=max(LORAS, len(loras)))
+        if loras:
+            config = config.with_adapters(max(LORAS, len(loras)))
         task, read = checked_task(task), LoadOptions(None, revision, trust_remote_code, gguf_file, quantization_config)
         with showing(progress):
             if isinstance(model, (str, Path)):
@@ -205,7 +203,7 @@ class LLM(PoolingCalls):
         return chat_events(events, chats.forms)  # type: ignore[arg-type]
 
     def _chats(self, messages: Sequence[Any], settings: Mapping[str, Any], params: Any) -> Chats:
-        return Chats.of(self.tokenizer, messages, settings, lambda count: self._params(params, count))
+        return Chats.of(self.tokenizer, messages, settings, lambda count: self.engine.input_processor.params_of_each(params, count))
 
     def _finish(self, requests: list[Request], progress: bool | None) -> None:
         """Step until requests that were queued have ended; raises as `generate` does."""
@@ -364,8 +362,9 @@ class LLM(PoolingCalls):
     ) -> list[Request]:
         """Queue prompts; with `forms` they are texts of chats, which hold all special tokens that they need."""
         listed = as_list(prompts)
-        taken = self._params(params, len(listed), streamed)
-        cuts = map(self.engine.input_processor.cut, taken)
+        processor = self.engine.input_processor
+        taken = processor.params_of_each(params, len(listed), streamed)
+        cuts = map(processor.cut, taken)
         ids = [self._token_ids(prompt, cut, is_chat=forms is not None) for prompt, cut in zip(listed, cuts, strict=True)]
         loras = loras_of_each(lora, len(listed))
         kept = [frozenset[int]()] * len(listed) if forms is None else [form.kept for form in forms]
@@ -400,9 +399,6 @@ class LLM(PoolingCalls):
                 self._inboxes.update({request.id: deque() for request in requests})
             undo.pop_all()
         return requests
-
-    def _params(self, params: Params | Sequence[Params] | None, count: int, streamed: bool = False) -> list[SamplingParams]:
-        return params_of_each(params, count, self.engine.input_processor.as_params, self.tokenizer is not None, streamed)
 
     def _token_ids(self, prompt: Prompt, cut: Cut | None = None, is_chat: bool = False) -> Sequence[int]:
         if not isinstance(prompt, str):

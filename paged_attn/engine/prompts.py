@@ -1,16 +1,17 @@
-"""Reads callers' inputs one by one: prompts in every accepted form, with the params and adapter of each."""
+"""Reads callers' inputs one by one: prompts in every accepted form, with the adapter of each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.shown import shown
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+
+    from paged_attn.engine.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "input_ids", "attention_mask", "token_type_ids")
@@ -25,29 +26,6 @@ ABOUT_TOKENS = (
 )
 Params: TypeAlias = "SamplingParams | GenerationConfig"
 Loras: TypeAlias = "str | Sequence[str | None] | None"
-
-
-def params_of_each(
-    params: Params | Sequence[Params] | None,
-    count: int,
-    as_params: Callable[[Params], SamplingParams],
-    has_tokenizer: bool,
-    streamed: bool,
-) -> list[SamplingParams]:
-    """Checked, one for each of so many prompts; `as_params`: of an `InputProcessor`.
-
-    Raises:
-        ValueError: another number of them, or one that asks for what there is not; TypeError: none of `Params`.
-    """
-    chosen = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * count
-    if len(chosen) != count:
-        raise ValueError(f"{len(chosen)} SamplingParams for {count} prompts; give one for all or one for each")
-    taken = [as_params(each) for each in chosen]
-    if not has_tokenizer and any(each.stop for each in taken):
-        raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
-    if streamed and (scores := [each.prompt_logprobs for each in taken if each.prompt_logprobs is not None]):
-        raise ValueError(f"prompt_logprobs is {scores[0]} in a stream, whose events are of new tokens; use generate")
-    return taken
 
 
 def loras_of_each(lora: Loras, count: int) -> list[str | None]:

@@ -74,7 +74,6 @@ def text_config(path: str) -> Any:
 
 def load(source: ModelSource) -> Any:
     """The Hugging Face model in evaluation mode on its device."""
-    import torch
 
     if source.random_weights:
         config = read_config(source.path)
@@ -82,7 +81,7 @@ def load(source: ModelSource) -> Any:
         return random_model(config, source.dtype, source.device)
     from paged_attn.engine.model.loading import load_model
 
-    return load_model(source.path, None if source.dtype == "auto" else getattr(torch, source.dtype), source.device)[0]
+    return load_model(source.path, source.dtype, source.device)[0]
 
 
 def random_model(config: Any, dtype: str, device: str) -> Any:

@@ -24,7 +24,6 @@ from paged_attn.cli.options import (
     sampling_params,
     set_verbosity,
     use_template,
-    with_room_for_lora,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -57,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: a setting out of range, or a model that cannot be loaded or cannot chat.
     """
-    params, config = sampling_params(args), with_room_for_lora(engine_config(args), args.lora)
+    params, config = sampling_params(args), engine_config(args)
+    if args.lora is not None:
+        config = config.with_adapters(1)
     print(f"loading {args.model}", file=sys.stderr, flush=True)
     set_verbosity(args.verbose)
     from paged_attn.chat.template import template_text

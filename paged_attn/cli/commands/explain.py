@@ -21,12 +21,10 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     set_verbosity(args.verbose)
-    import torch
-
     from paged_attn.engine.model.loading import load_model
     from paged_attn.report.inspection import explanation
 
-    model, _ = load_model(args.model, None if args.dtype == "auto" else getattr(torch, args.dtype), "cpu", options=load_options(args))
+    model, _ = load_model(args.model, args.dtype, "cpu", options=load_options(args))
     found = explanation(model)
     print(json.dumps(asdict(found), indent=2) if args.json else found.text())
     return 0

@@ -18,7 +18,6 @@ from paged_attn.cli.options import (
     read_prompts,
     sampling_params,
     set_verbosity,
-    with_room_for_lora,
 )
 from paged_attn.cli.token_text import completion_text
 
@@ -45,9 +44,11 @@ def run(args: argparse.Namespace) -> int:
         KeyboardInterrupt: Ctrl-C, after what there was by then has been written.
     """
     params, prompts = sampling_params(args), read_prompts(args)
-    config = with_room_for_lora(engine_config(args), args.lora)
-    if args.lora is not None and args.check:
-        raise ValueError("--check compares with the unmodified model, and --lora changes it; leave one of them out")
+    config = engine_config(args)
+    if args.lora is not None:
+        if args.check:
+            raise ValueError("--check compares with the unmodified model, and --lora changes it; leave one of them out")
+        config = config.with_adapters(1)
     if not prompts:
         raise ValueError("no prompt; give --prompt TEXT, --prompt-ids N,..., or --prompt-file FILE (- reads standard input)")
     print(f"loading {args.model}", file=sys.stderr, flush=True)

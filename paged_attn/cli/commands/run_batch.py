@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paged_attn.cli.commands.serve import check_extra, load_llm, model_name, with_adapters
+from paged_attn.cli.commands.serve import check_extra, load_llm, model_name
 from paged_attn.cli.options import engine_config, set_verbosity
 from paged_attn.cli.serve_options import add_model_options, served_names
+from paged_attn.engine.config import LORAS
 from paged_attn.engine.model.load_options import checked_model_path
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ def run(args: argparse.Namespace) -> int:
         OSError: a file cannot be read or written.
         KeyboardInterrupt: Ctrl-C; what was answered is in the output file.
     """
-    config = with_adapters(engine_config(args), args.lora)
+    config = engine_config(args)
+    if args.lora:
+        config = config.with_adapters(max(LORAS, len(args.lora)))
     check_extra()
     checked_model_path(args.model, args.gguf_file)
     from paged_attn.server.batch_file import BatchTotals, answered_ids, read_requests

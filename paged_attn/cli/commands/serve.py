@@ -8,7 +8,6 @@ import importlib.util
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 from paged_attn.attn_ops.install_line import install_line
 from paged_attn.cli.options import engine_config, load_options, set_verbosity, use_template
 from paged_attn.cli.serve_options import add_model_options, add_server_options, server_settings
+from paged_attn.engine.config import LORAS
 from paged_attn.engine.model.load_options import checked_model_path
 from paged_attn.parallel.torchrun import is_first, num_processes
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from paged_attn.engine.llm import LLM
 
 HELP = "serve a model over HTTP with OpenAI's routes"
-LORAS = 8  # default --max-loras if adapters may come
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 
 
@@ -46,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     """
     config = engine_config(args)
     config = config.with_(max_batch_tokens=config.step_tokens)  # long prompts must not hold up the tokens of others for long
-    config = with_adapters(config, args.lora, args.lora_folder is not None)
+    if args.lora or args.lora_folder is not None:
+        config = config.with_adapters(max(LORAS, len(args.lora)))
     if not is_first():
         return _follow(args, config)
     check_extra()
@@ -85,11 +85,6 @@ def check_extra() -> None:
     """Raises ValueError if packages of the extra `serve` are missing."""
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ValueError(f"the server needs {', '.join(missing)}; install the extra: {install_line('serve')}")
-
-
-def with_adapters(config: EngineConfig, loras: Sequence[tuple[str, str]], more: bool = False) -> EngineConfig:
-    """With room for these adapters, and for more of them later, unless the caller has set `max_loras`."""
-    return config.with_(max_loras=max(LORAS, len(loras))) if (loras or more) and not config.max_loras else config
 
 
 def model_name(model: str) -> str:
