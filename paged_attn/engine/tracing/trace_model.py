@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import types
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -80,69 +80,107 @@ def trace_model(
     """
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
     try:
-        return _capture_with_opaque_modules(model, options, positions, on_all, loops)
+        return _capture_with_workarounds(model, options, positions, on_all, loops)
     except UnsupportedError as refusal:
         if implementation == "sdpa" or not hasattr(model, "set_attn_implementation"):
             raise
         try:
             with attention_implementation(model, "sdpa"):
                 logger.info("tracing with attn_implementation='sdpa' instead of %r", implementation)
-                return _capture_with_opaque_modules(model, options, positions, on_all, loops)
+                return _capture_with_workarounds(model, options, positions, on_all, loops)
         except (UnsupportedError, ValueError, ImportError):
             raise refusal from None
 
 
-def _capture_with_opaque_modules(
+def _capture_with_workarounds(
     model: nn.Module, options: CompileOptions, positions: bool, on_all: Mapping[str, AllTokensCall], loops: bool
 ) -> tuple[CompiledGraph, list[Any]]:
-    """Modules whose forward branches on its data are called as one op each; custom ops that torch knows too little of run by themselves."""
-    opaque: dict[type[nn.Module], str] = {}
-    unknown: OpsWithoutFakes | None = None
-    find_experts, blocks = "experts" in options.passes, dict[str, str]()
-
-    def inputs(length: int) -> dict[str, Any]:
-        return trace_inputs(model, length, positions)
-
+    workarounds = Workarounds(model, options, positions, on_all, loops)
     while True:
         try:
-            experts = experts_as_ops(model, options.experts_backend) if find_experts else nullcontext()
-            looping = looping_experts_as_ops(model, inputs, options.experts_backend) if find_experts else nullcontext(dict[str, str]())
-            fakes = unknown.told() if unknown else nullcontext()
-            with as_served(model), experts, looping as blocks, modules_as_ops(model, opaque, inputs), fakes, on_all_tokens(model, on_all):
+            with workarounds.applied():
                 return _capture_all_lengths(model, options, positions)
-        except (ReadsMask, UnknownAttention, MixesRows, CountsTokens) as refusal:
-            modules = dict(model.named_modules())
-            mixes: type[nn.Module] | None
-            if isinstance(refusal, ReadsMask):
-                mixes = refusal.kind
-                opaque.pop(mixes)
-            elif isinstance(refusal, CountsTokens):
-                if not loops:
-                    raise
-                mixes = class_running(model, refusal.frames)  # a loop over tokens, whatever it does with them
-            else:
-                mixes = type(modules[refusal.module]) if refusal.module in modules else None
-            around = modules_around(model, [name for name, module in modules.items() if type(module) is mixes], inputs)
-            if not around or around.keys() <= on_all.keys():
-                raise
-            on_all = {**on_all, **around}
         except UnsupportedError as refusal:
-            if unknown is None and lacks_fake(refusal.__cause__):
-                with as_served(model):
-                    unknown = OpsWithoutFakes(model, inputs)
-                logger.info("custom ops without a fake run by themselves: %s", ", ".join(map(str, unknown.calls)))
-                continue
-            if fails_in(blocks.values(), refusal.__cause__):
-                logger.warning(
-                    "%s stay as they are: what they compute around their experts cannot be traced: %s", ", ".join(blocks), refusal
-                )
-                find_experts = False
-                continue
-            kind = untraceable_class(model, refusal.__cause__)
-            if kind is None or kind in opaque:
+            if not workarounds.add_for(refusal):
                 raise
-            opaque[kind] = line_of(refusal.__cause__)
-            logger.info("%s branches on its data%s: it runs as one op, between the captured pieces", kind.__name__, opaque[kind])
+
+
+class Workarounds:
+    """What a model is traced with in place of code that cannot be traced.
+
+    Attributes:
+        opaque: classes of modules whose forward branches on its data, and where: each module is called as one op.
+        on_all: modules that run whole on all tokens of a request.
+        unknown: custom ops that run by themselves, because torch knows too little of them; None until one is met.
+        blocks: names of loops over experts that were made ops, and of their code; find_experts: whether experts are.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: CompileOptions, positions: bool, on_all: Mapping[str, AllTokensCall], loops: bool
+    ) -> None:
+        self.model, self.options, self.positions, self.on_all, self.loops = model, options, positions, on_all, loops
+        self.opaque: dict[type[nn.Module], str] = {}
+        self.unknown: OpsWithoutFakes | None = None
+        self.blocks: Mapping[str, str] = {}
+        self.find_experts = "experts" in options.passes
+
+    def inputs(self, length: int) -> dict[str, Any]:
+        return trace_inputs(self.model, length, self.positions)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        model, backend = self.model, self.options.experts_backend
+        with ExitStack() as stack:
+            stack.enter_context(as_served(model))
+            self.blocks = {}
+            if self.find_experts:
+                stack.enter_context(experts_as_ops(model, backend))
+                self.blocks = stack.enter_context(looping_experts_as_ops(model, self.inputs, backend))
+            stack.enter_context(modules_as_ops(model, self.opaque, self.inputs))
+            if self.unknown is not None:
+                stack.enter_context(self.unknown.told())
+            stack.enter_context(on_all_tokens(model, self.on_all))
+            yield
+
+    def add_for(self, refusal: UnsupportedError) -> bool:
+        """Add what the refusal of a trace calls for; False if nothing is known against it."""
+        if isinstance(refusal, (ReadsMask, UnknownAttention, MixesRows, CountsTokens)):
+            return self._run_on_all_tokens(refusal)
+        cause = refusal.__cause__
+        if self.unknown is None and lacks_fake(cause):
+            with as_served(self.model):
+                self.unknown = OpsWithoutFakes(self.model, self.inputs)
+            logger.info("custom ops without a fake run by themselves: %s", ", ".join(map(str, self.unknown.calls)))
+            return True
+        if fails_in(self.blocks.values(), cause):
+            names = ", ".join(self.blocks)
+            logger.warning("%s stay as they are: what they compute around their experts cannot be traced: %s", names, refusal)
+            self.find_experts = False
+            return True
+        kind = untraceable_class(self.model, cause)
+        if kind is None or kind in self.opaque:
+            return False
+        self.opaque[kind] = line_of(cause)
+        logger.info("%s branches on its data%s: it runs as one op, between the captured pieces", kind.__name__, self.opaque[kind])
+        return True
+
+    def _run_on_all_tokens(self, refusal: ReadsMask | UnknownAttention | MixesRows | CountsTokens) -> bool:
+        modules = dict(self.model.named_modules())
+        mixes: type[nn.Module] | None
+        if isinstance(refusal, ReadsMask):
+            mixes = refusal.kind
+            self.opaque.pop(mixes)
+        elif isinstance(refusal, CountsTokens):
+            mixes = class_running(self.model, refusal.frames) if self.loops else None  # a loop over tokens, whatever it does with them
+        else:
+            mixes = type(modules[refusal.module]) if refusal.module in modules else None
+        if mixes is None:
+            return False
+        around = modules_around(self.model, [name for name, module in modules.items() if type(module) is mixes], self.inputs)
+        if not around or around.keys() <= self.on_all.keys():
+            return False
+        self.on_all = {**self.on_all, **around}
+        return True
 
 
 def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: bool) -> tuple[CompiledGraph, list[Any]]:
