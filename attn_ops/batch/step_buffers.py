@@ -107,7 +107,7 @@ class StepBuffers:
         sizes = StepFields.sizes(shape.rows, shape.logits, num_requests, num_pages, self.num_groups)
         return PackedInts(*sizes, into=self._ints, room=self._room)
 
-    def place_table(self, table: Tensor, group: int = 0) -> Tensor:
+    def place_table(self, table: Tensor, group: int) -> Tensor:
         """Copy `table` [R, width] on the device into the top left corner of a group's page table, and return that table's first R rows."""
         rows, corner = self._corners[group](*table.shape)
         corner.copy_(table)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from paged_attn.shown import shown
+
 
 class RequestError(ValueError):
     """What a caller gave cannot be served.
@@ -23,3 +25,8 @@ class RequestError(ValueError):
 
 class ChatError(RequestError):
     """Messages, tools or settings of a chat that cannot be served."""
+
+
+def not_allowed(param: str, got: object, allowed: str) -> ChatError:
+    """For one value of a chat."""
+    return ChatError(f"{param}: got {shown(got)}; allowed: {allowed}", param)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paged_attn.chat.errors import ChatError
+from paged_attn.chat.errors import ChatError, not_allowed
 from paged_attn.chat.parts import ChatMessage
 from paged_attn.shown import shown
 
@@ -67,7 +67,7 @@ def _mapping(message: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(message, Mapping) and hasattr(message, "model_dump"):
         message = message.model_dump()
     if not isinstance(message, Mapping):
-        raise ChatError(f"{where}: got {shown(message)}; allowed: a mapping with role and content", where)
+        raise not_allowed(where, message, "a mapping with role and content")
     return message
 
 
@@ -77,7 +77,7 @@ def _plain(message: Mapping[str, Any], where: str, budget: list[int]) -> dict[st
         raise ChatError(f"{where}: field {shown(rest)} is not supported; allowed are {', '.join(FIELDS)}", f"{where}.{rest}")
     role = message.get("role")
     if not isinstance(role, str) or len(role) > MAX_NAME:
-        raise ChatError(f"{where}.role: got {shown(role)}; allowed: a text such as 'user'", f"{where}.role")
+        raise not_allowed(f"{where}.role", role, "a text such as 'user'")
     plain: dict[str, Any] = {"role": role}
     for name in ("name", "tool_call_id"):
         if (value := message.get(name)) is not None:
@@ -88,39 +88,41 @@ def _plain(message: Mapping[str, Any], where: str, budget: list[int]) -> dict[st
     for name in ("reasoning", "reasoning_content"):
         if (reasoning := message.get(name)) is not None:
             if not isinstance(reasoning, str):
-                raise ChatError(f"{where}.{name}: got {shown(reasoning)}; allowed: a text", f"{where}.{name}")
+                raise not_allowed(f"{where}.{name}", reasoning, "a text")
             plain["reasoning_content"] = reasoning
     calls = message.get("tool_calls")
     if calls not in EMPTY:
         plain["tool_calls"] = _calls(calls, f"{where}.tool_calls", budget)
     content = message.get("content")
     may_lack = content is None and role == "assistant" and ("tool_calls" in plain or "reasoning_content" in plain)
-    return {**plain, "content": "" if may_lack else _content(content, f"{where}.content")}
+    return {**plain, "content": "" if may_lack else text_of(content, f"{where}.content")}
 
 
 def _name(value: Any, where: str) -> str:
     if not isinstance(value, str) or len(value) > MAX_NAME:
-        raise ChatError(f"{where}: got {shown(value)}; allowed: a text of at most {MAX_NAME} characters", where)
+        raise not_allowed(where, value, f"a text of at most {MAX_NAME} characters")
     return value
 
 
-def _content(content: Any, where: str) -> str:
+def text_of(content: Any, where: str, types: Sequence[str] = ("text",), may_be_empty: bool = False) -> str:
+    """A content as one text: it is one, or a list of parts of these types; raises ChatError for anything else."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list) or not content:
-        raise ChatError(f"{where}: got {shown(content)}; allowed: a text, or a list of text parts", where)
+    if not isinstance(content, list) or not (content or may_be_empty):
+        raise not_allowed(where, content, "a text, or a list of text parts")
     if len(content) > MAX_PARTS:
         raise ChatError(f"{where}: got {len(content):,} parts; allowed: at most {MAX_PARTS:,}", where)
     for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if not isinstance(part, dict) or part.get("type") not in types or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise ChatError(f"{where}: a part is {shown(kind)}; allowed: parts of type 'text', with a text", where)
+            allowed = ", ".join(map(repr, types))
+            raise ChatError(f"{where}: a part is {shown(kind)}; allowed: parts of type {allowed}, with a text", where)
     return "".join(part["text"] for part in content)
 
 
 def _calls(calls: Any, where: str, budget: list[int]) -> list[dict[str, Any]]:
     if not isinstance(calls, (list, tuple)):
-        raise ChatError(f"{where}: got {shown(calls)}; allowed: a list of calls", where)
+        raise not_allowed(where, calls, "a list of calls")
     if len(calls) > MAX_CALLS:
         raise ChatError(f"{where}: got {len(calls):,} calls; allowed: at most {MAX_CALLS}", where)
     return [_call(call, f"{where}.{i}", budget) for i, call in enumerate(calls)]
@@ -129,8 +131,7 @@ def _calls(calls: Any, where: str, budget: list[int]) -> list[dict[str, Any]]:
 def _call(call: Any, where: str, budget: list[int]) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
-        allowed = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
-        raise ChatError(f"{where}: got {shown(call)}; allowed: {allowed}", where)
+        raise not_allowed(where, call, '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}')
     name = _name(function.get("name"), f"{where}.function.name")
     arguments = _arguments(function.get("arguments"), f"{where}.function.arguments", budget)
     identified = {} if call.get("id") is None else {"id": _name(call["id"], f"{where}.id")}
@@ -151,4 +152,4 @@ def _arguments(given: Any, where: str, budget: list[int]) -> Any:
             raise ChatError(f"{where}: got {shown(given)}, no JSON ({error}); allowed: the text of a JSON object", where) from error
         if isinstance(found, dict):
             return found
-    raise ChatError(f"{where}: got {shown(given)}; allowed: a JSON object, or its text", where)
+    raise not_allowed(where, given, "a JSON object, or its text")

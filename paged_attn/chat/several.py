@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from paged_attn.chat.answers.answer_form import AnswerForm, AnswerReader, finish_reason, read_event
-from paged_attn.chat.errors import ChatError
+from paged_attn.chat.errors import ChatError, not_allowed
 from paged_attn.chat.parts import ChatMessage, Part, ToolCall
 from paged_attn.chat.request import ChatRequest
 from paged_attn.engine.requests.outputs import Completion, TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
-from paged_attn.shown import shown
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,7 @@ class Chats(NamedTuple):
 def listed_conversations(messages: Any) -> list[Any]:
     """One conversation, or a list of them, as a list; raises ChatError for anything else."""
     if not isinstance(messages, (list, tuple)) or not messages:
-        allowed = 'a list of messages such as {"role": "user", "content": "Hello"}, or a list of such lists'
-        raise ChatError(f"messages: got {shown(messages)}; allowed: {allowed}", "messages")
+        raise not_allowed("messages", messages, 'a list of messages such as {"role": "user", "content": "Hello"}, or a list of such lists')
     several = [isinstance(each, (list, tuple)) for each in messages]
     if any(several) and not all(several):
         raise ChatError("messages: got messages and lists of messages mixed; give one conversation, or a list of them", "messages")

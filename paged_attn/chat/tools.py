@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paged_attn.chat.errors import ChatError
+from paged_attn.chat.errors import ChatError, not_allowed
 from paged_attn.shown import shown
 
 MAX_TOOLS = 128  # OpenAI's limit
@@ -51,7 +51,7 @@ def checked_tools(tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None
     if tools is None:
         return []
     if not isinstance(tools, (list, tuple)):
-        raise ChatError(f"tools: got {shown(tools)}; allowed: a list of tools", "tools")
+        raise not_allowed("tools", tools, "a list of tools")
     if len(tools) > MAX_TOOLS:
         raise ChatError(f"tools: got {len(tools):,} tools; allowed: at most {MAX_TOOLS}", "tools")
     checked = [_tool(tool, f"tools.{i}") for i, tool in enumerate(tools)]
@@ -71,14 +71,14 @@ def _tool(given: Any, where: str) -> Tool:
             raise ChatError(f"{where}: the function cannot be described: {error}; or give its JSON schema", where) from error
     function = given.get("function") if isinstance(given, Mapping) and given.get("type", "function") == "function" else None
     if not isinstance(function, Mapping):
-        raise ChatError(f'{where}: got {shown(given)}; allowed: {{"type": "function", "function": {{...}}}}', where)
+        raise not_allowed(where, given, '{"type": "function", "function": {...}}')
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
         at = f"{where}.function.name"
-        raise ChatError(f"{at}: got {shown(name)}; allowed: letters, digits, _, - and ., at most 128 of them", at)
+        raise not_allowed(at, name, "letters, digits, _, - and ., at most 128 of them")
     if not isinstance(parameters, Mapping | None):
         at = f"{where}.function.parameters"
-        raise ChatError(f"{at}: got {shown(parameters)}; allowed: a JSON schema, which is a mapping", at)
+        raise not_allowed(at, parameters, "a JSON schema, which is a mapping")
     return Tool(name, dict(parameters) if parameters else NO_PARAMETERS, dict(given))
 
 
@@ -124,7 +124,7 @@ def checked_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
         allowed = ", ".join(CHOICES) + ', {"type": "function", "function": {"name": ...}}, {"type": "allowed_tools", ...}'
-        raise ChatError(f"tool_choice: got {shown(choice)}; allowed: {allowed}", "tool_choice")
+        raise not_allowed("tool_choice", choice, allowed)
     if all(tool.name != name for tool in tools):
         raise _no_tool(name, tools)
     return ToolChoice("required", name)

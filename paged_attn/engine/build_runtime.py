@@ -164,7 +164,7 @@ def allocate_and_capture(
     num_pages: Callable[[int], int],
     recurrent: RecurrentRunner | None,
     recorder: Recorder | None,
-    groups: Sequence[LayerGroup] = (),
+    groups: Sequence[LayerGroup],
 ) -> tuple[StepRunner, StepRunner | None, KVPool, Selection]:
     """Capture the pieces, measure what full graphs will take, allocate the pool in what is left, and capture the full graphs on it.
 

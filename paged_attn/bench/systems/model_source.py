@@ -74,7 +74,6 @@ def text_config(path: str) -> Any:
 
 def load(source: ModelSource) -> Any:
     """The Hugging Face model in evaluation mode on its device."""
-
     if source.random_weights:
         config = read_config(source.path)
         config.name_or_path = ""  # a temporary folder, by which a second start would not know the model's graph again

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from paged_attn.chat.errors import ChatError
+from paged_attn.chat.errors import not_allowed
 from paged_attn.chat.marks import overlap
 from paged_attn.chat.parts import Content, Part, Reasoning
-from paged_attn.shown import shown
 
 
 class ThinkTags(NamedTuple):
@@ -35,7 +34,7 @@ def tags_of(template: str, parser: str) -> ThinkTags | None:
     if parser == "auto":
         return next((tags for tags in TAGS.values() if tags.closing in template), None)
     if parser not in REASONING_PARSERS:
-        raise ChatError(f"reasoning_parser: got {shown(parser)}; allowed: {', '.join(REASONING_PARSERS)}", "reasoning_parser")
+        raise not_allowed("reasoning_parser", parser, ", ".join(REASONING_PARSERS))
     return TAGS.get(parser)
 
 

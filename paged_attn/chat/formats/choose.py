@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paged_attn.chat.errors import ChatError
+from paged_attn.chat.errors import not_allowed
 from paged_attn.chat.formats.harmony import HARMONY
 from paged_attn.chat.formats.json_calls import HermesFormat, JsonFormat, LlamaFormat
 from paged_attn.chat.formats.mistral import MistralFormat, NamedMistralFormat
@@ -13,7 +13,6 @@ from paged_attn.chat.formats.section import DeepSeekFormat, FencedDeepSeekFormat
 from paged_attn.chat.formats.tagged import GlmFormat, MiniMaxFormat, QwenCoderFormat, SeedFormat, TaggedFormat
 from paged_attn.chat.formats.tool_format import ToolFormat
 from paged_attn.chat.tools import Tool
-from paged_attn.shown import shown
 
 FORMATS: dict[str, type[ToolFormat]] = {
     kind.name: kind
@@ -45,7 +44,7 @@ def format_of(template: str, parser: str, tools: Sequence[Tool]) -> ToolFormat |
         ChatError: a name that is none of `TOOL_PARSERS`.
     """
     if parser not in TOOL_PARSERS:
-        raise ChatError(f"tool_parser: got {shown(parser)}; allowed: {', '.join(TOOL_PARSERS)}", "tool_parser")
+        raise not_allowed("tool_parser", parser, ", ".join(TOOL_PARSERS))
     if parser == "auto":
         kind = next((kind for sign, kind in SIGNS if all(text in template for text in ([sign] if isinstance(sign, str) else sign))), None)
     else:

@@ -25,7 +25,7 @@ from paged_attn.server.api.fields.bounds import (
     StopTokens,
     within,
 )
-from paged_attn.server.http.errors import ApiError, bad_request
+from paged_attn.server.http.errors import ApiError, bad_request, not_allowed
 from paged_attn.shown import shown
 from paged_attn.truncation import Cut, checked_truncation
 
@@ -176,7 +176,7 @@ class Body(Closed):
         """
         n = 1 if self.n is None else self.n
         if not 1 <= n <= MAX_N:
-            raise ApiError(400, f"n: got {shown(n)}; allowed: 1 to {MAX_N}", param="n")
+            raise not_allowed("n", n, f"1 to {MAX_N}")
         return n
 
     def num_logprobs(self) -> int | None:
@@ -270,7 +270,7 @@ class Body(Closed):
     def _biases(self) -> dict[int, float] | None:
         biases = self.logit_bias or {}
         if bad := [token for token in biases if not (token.isascii() and token.isdigit() and len(token) <= MAX_DIGITS)]:
-            raise ApiError(400, f"logit_bias: got {shown(bad[0])}; allowed: token ids, written as texts", param="logit_bias")
+            raise not_allowed("logit_bias", bad[0], "token ids, written as texts")
         return {int(token): bias for token, bias in biases.items()} or None
 
     def _stops(self) -> tuple[str, ...] | None:
@@ -328,7 +328,7 @@ class CompletionBody(FormattedBody):
 
 def _checked_count(name: str, count: int | None) -> int | None:
     if count is not None and not 0 <= count <= MAX_LOGPROBS:
-        raise ApiError(400, f"{name}: got {shown(count)}; allowed: 0 to {MAX_LOGPROBS}", param=name)
+        raise not_allowed(name, count, f"0 to {MAX_LOGPROBS}")
     return count
 
 

@@ -32,8 +32,7 @@ from paged_attn.server.api.request_state import (
     state_of,
     submit_and_wait,
 )
-from paged_attn.server.http.errors import ERRORS, ApiError, bad_request
-from paged_attn.shown import shown
+from paged_attn.server.http.errors import ERRORS, ApiError, bad_request, not_allowed
 
 _TEXTS: list[Any] = [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]
 
@@ -93,8 +92,7 @@ class RerankBody(PoolingBody):
         texts = [each.get("text") if isinstance(each, dict) and len(each) == 1 else each for each in given]
         found = [text for text in texts if isinstance(text, str)]
         if not texts or len(found) < len(texts):
-            allowed = 'a list of texts, or of {"text": ...}'
-            raise ApiError(400, f"documents: got {shown(self.documents)}; allowed: {allowed}", param="documents")
+            raise not_allowed("documents", self.documents, 'a list of texts, or of {"text": ...}')
         return found
 
     @property
@@ -105,7 +103,7 @@ class RerankBody(PoolingBody):
             ApiError: 400 for less than one.
         """
         if self.top_n is not None and self.top_n < 1:
-            raise ApiError(400, f"top_n: got {shown(self.top_n)}; allowed: 1 or more", param="top_n")
+            raise not_allowed("top_n", self.top_n, "1 or more")
         return self.top_n
 
 

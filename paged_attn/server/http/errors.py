@@ -121,6 +121,11 @@ def anthropic_payload(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message, **details}}
 
 
+def not_allowed(field: str, got: object, allowed: str) -> ApiError:
+    """400 for a value of a field of the body."""
+    return ApiError(400, f"{field}: got {shown(got)}; allowed: {allowed}", param=field)
+
+
 def bad_request(error: Exception, param: str | None = None) -> ApiError:
     """400 with the engine's own words."""
     code = TOO_LONG if isinstance(error, PromptTooLongError) else None

@@ -11,7 +11,7 @@ from paged_attn.chat.request import ChatRequest
 from paged_attn.server.api.bodies import IGNORED, NEUTRAL, NOTHING, Body
 from paged_attn.server.api.fields.bounds import Closed, Effort, Messages, Name, Schema, Settings, Stop, Tools, within
 from paged_attn.server.api.messages.conversation import length_of_blocks, messages_of
-from paged_attn.server.http.errors import NO_THREADS, ApiError
+from paged_attn.server.http.errors import NO_THREADS, ApiError, not_allowed
 from paged_attn.shown import shown
 
 LEFT_OUT = ("cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "type")  # fields of a tool that change no answer
@@ -146,9 +146,7 @@ class MessagesBody(Conversation, Body):
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     """In the form that chats have."""
     if tool.get("type") not in (None, "custom"):
-        raise ApiError(
-            400, f"{where}.type: got {shown(tool['type'])}; allowed: 'custom', a tool that the client runs", param=f"{where}.type"
-        )
+        raise not_allowed(f"{where}.type", tool["type"], "'custom', a tool that the client runs")
     function = {name: value for name, value in tool.items() if name not in LEFT_OUT and value is not None}
     if "input_schema" in function:
         function["parameters"] = function.pop("input_schema")

@@ -8,7 +8,7 @@ from typing import Any
 
 from paged_attn.chat.messages import MAX_CALLS, MAX_PARTS
 from paged_attn.server.api.fields.bounds import too_many
-from paged_attn.server.http.errors import ApiError
+from paged_attn.server.http.errors import ApiError, not_allowed
 from paged_attn.shown import shown
 
 # What a block of each type has beside its type and BESIDE, by the role of its message.
@@ -36,7 +36,7 @@ def messages_of(messages: list[dict[str, Any]], system: Any) -> list[dict[str, A
         where = f"messages.{i}"
         role = message.get("role")
         if not isinstance(role, str) or role not in BLOCKS:
-            raise ApiError(400, f"{where}.role: got {shown(role)}; allowed: {', '.join(BLOCKS)}", param=f"{where}.role")
+            raise not_allowed(f"{where}.role", role, ", ".join(BLOCKS))
         if (other := next((name for name in message if name not in ("role", "content")), None)) is not None:
             raise ApiError(400, f"{where}: field {shown(other)} is not supported; allowed are role, content", param=f"{where}.{other}")
         _ADD[role](found, message.get("content"), f"{where}.content")
@@ -67,7 +67,7 @@ def _assistant(found: list[dict[str, Any]], content: Any, where: str) -> None:
         elif block["type"] == "tool_use":
             given = block.get("input")
             if not isinstance(given, dict):
-                raise ApiError(400, f"{at}.input: got {shown(given)}; allowed: a JSON object", param=f"{at}.input")
+                raise not_allowed(f"{at}.input", given, "a JSON object")
             function = {"name": block.get("name"), "arguments": given}
             calls.append({"id": _string(block, "id", at), "type": "function", "function": function})
     if len(calls) > MAX_CALLS:
@@ -105,7 +105,7 @@ def _blocks(content: Any, where: str, known: Mapping[str, tuple[str, ...]]) -> l
     if isinstance(content, str):
         return [({"type": "text", "text": content}, where)]
     if not isinstance(content, list):
-        raise ApiError(400, f"{where}: got {shown(content)}; allowed: a text, or a list of blocks", param=where)
+        raise not_allowed(where, content, "a text, or a list of blocks")
     if len(content) > MAX_PARTS:
         raise too_many(where, len(content), MAX_PARTS, "blocks")
     return [(_block(block, f"{where}.{i}", known), f"{where}.{i}") for i, block in enumerate(content)]
@@ -125,7 +125,7 @@ def _block(block: Any, where: str, known: Mapping[str, tuple[str, ...]]) -> dict
 def _string(block: dict[str, Any], name: str, where: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise ApiError(400, f"{where}.{name}: got {shown(value)}; allowed: a text", param=f"{where}.{name}")
+        raise not_allowed(f"{where}.{name}", value, "a text")
     return value
 
 

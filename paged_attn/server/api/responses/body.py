@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from paged_attn.asynchronous.texts import length_of
-from paged_attn.chat.messages import MAX_CALLS, MAX_PARTS
+from paged_attn.chat.messages import MAX_CALLS, text_of
 from paged_attn.chat.request import ChatRequest
 from paged_attn.chat.tools import CHOICES
 from paged_attn.server.api.bodies import IGNORED, NEUTRAL, NOTHING, Body
 from paged_attn.server.api.fields.bounds import MAX_MESSAGES, Choice, Closed, Effort, Name, Schema, Settings, Tools, too_many, within
 from paged_attn.server.api.responses.tools import chat_tools, whole_name
-from paged_attn.server.http.errors import ApiError
+from paged_attn.server.http.errors import ApiError, not_allowed
 from paged_attn.shown import shown
 
 STATELESS = "this server stores no answers; send the whole conversation as input"
@@ -169,7 +169,7 @@ def messages_of(given: Any, instructions: str | None) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
-        raise ApiError(400, f"input: got {shown(given)}; allowed: a text, or a list of items", param="input")
+        raise not_allowed("input", given, "a text, or a list of items")
     if len(given) > MAX_MESSAGES:
         raise too_many("input", len(given), MAX_MESSAGES, "items")
     for i, item in enumerate(given):
@@ -206,7 +206,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
             _assistant(messages, unless=("content", "tool_calls", "reasoning_content"))["reasoning_content"] = text
     elif kind == "function_call":
         if not isinstance(namespace := item.get("namespace"), str | None):
-            raise ApiError(400, f"{where}.namespace: got {shown(namespace)}; allowed: a text", param=f"{where}.namespace")
+            raise not_allowed(f"{where}.namespace", namespace, "a text")
         function = {"name": whole_name(namespace, item.get("name")), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         calls = _assistant(messages).setdefault("tool_calls", [])
@@ -225,14 +225,4 @@ def _assistant(messages: list[dict[str, Any]], unless: tuple[str, ...] = ()) -> 
 
 
 def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ApiError(400, f"{where}: got {shown(content)}; allowed: a text, or a list of text parts", param=where)
-    if len(content) > MAX_PARTS:
-        raise too_many(where, len(content), MAX_PARTS, "parts")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") not in TEXTS or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise ApiError(400, f"{where}: a part is {shown(kind)}; allowed: parts of type {', '.join(TEXTS)}, with a text", param=where)
-    return "".join(part["text"] for part in content)
+    return text_of(content, where, TEXTS, may_be_empty=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paged_attn.server.http.errors import ApiError
-from paged_attn.shown import shown
+from paged_attn.server.http.errors import not_allowed
 
 # What OpenAI's server runs by itself. Codex offers these with every request, and works without them.
 NOT_SHOWN = ("web_search", "web_search_preview", "image_generation")
@@ -54,9 +53,9 @@ def names_in_namespaces(tools: Sequence[dict[str, Any]] | None) -> dict[str, dic
 def _members(tool: dict[str, Any], where: str) -> list[Any]:
     name, members = tool.get("name"), tool.get("tools")
     if not isinstance(name, str):
-        raise ApiError(400, f"{where}.name: got {shown(name)}; allowed: a text", param=f"{where}.name")
+        raise not_allowed(f"{where}.name", name, "a text")
     if not isinstance(members, list):
-        raise ApiError(400, f"{where}.tools: got {shown(members)}; allowed: a list of functions", param=f"{where}.tools")
+        raise not_allowed(f"{where}.tools", members, "a list of functions")
     return members
 
 
@@ -64,7 +63,7 @@ def _function(tool: Any, where: str, namespace: str | None) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, dict) else tool
     if kind != "function":
         allowed = "'function', which the client runs itself" + ("" if namespace is not None else ", and 'namespace', which holds functions")
-        raise ApiError(400, f"{where}.type: got {shown(kind)}; allowed: {allowed}", param=f"{where}.type")
+        raise not_allowed(f"{where}.type", kind, allowed)
     function = {name: value for name, value in tool.items() if name != "type" and value is not None}
     if namespace is not None:
         function["name"] = whole_name(namespace, function.get("name"))
