@@ -14,8 +14,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
 from paged_attn.attn_ops.batch.requests import BatchRequest, RequestColumns, StateCheckpoint
-from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
-from paged_attn.attn_ops.batch.step_fields import StepFields
+from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepFields, StepShape
 from paged_attn.attn_ops.errors import UnsupportedError
 
 __all__ = ["Batch", "BatchRequest", "ForwardMode", "RequestColumns", "StateCheckpoint"]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import IntBuffer, PackedInts, words
-from paged_attn.attn_ops.batch.step_fields import StepFields
 
 MIN_ROWS = 2  # torch specializes sizes 0 and 1, so a smaller step is padded to two rows
 
@@ -45,6 +44,37 @@ class StepShape(NamedTuple):
         ):
             if got < needed:
                 raise ValueError(f"the step needs {needed} {what} at least; got {self}: take a larger shape or fewer requests")
+
+
+class StepFields(NamedTuple):
+    """The integers of a step by name, as arrays on the host or as tensors: int64 rows [T], `logits_rows` [N] and slots [T] of each group;
+    the others int32, by request. `page_tables` come last because their width varies.
+    """
+
+    input_ids: Any
+    positions: Any
+    logits_rows: Any
+    slots: list[Any]
+    seq_lens: Any
+    query_lens: Any
+    query_start: Any
+    state_slots: Any
+    request_lens: Any
+    page_tables: list[Any]
+
+    @classmethod
+    def of(cls, fields: Sequence[Any], num_groups: int, num_requests: int, num_pages: int) -> StepFields:
+        """Of the fields of a `PackedInts` with the sizes of `sizes`."""
+        ids, positions, logits_rows, *rest = fields
+        slots, lengths, tables = rest[:num_groups], rest[num_groups:-num_groups], rest[-num_groups:]
+        return cls._make([ids, positions, logits_rows, slots, *lengths, [table.reshape(num_requests, num_pages) for table in tables]])
+
+    @staticmethod
+    def sizes(rows: int, logits: int, num_requests: int, num_pages: int, num_groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the int64 fields, and of the int32 fields."""
+        lengths = (num_requests, num_requests, num_requests + 1, num_requests, num_requests)
+        wide = (rows, rows, logits, *(rows,) * num_groups)
+        return wide, (*lengths, *(num_requests * num_pages,) * num_groups)
 
 
 class StepBuffers:
