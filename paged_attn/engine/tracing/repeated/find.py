@@ -29,7 +29,7 @@ class AlikeLayers:
     results: int
 
 
-def alike_layers(model: nn.Module, call: Callable[[], object]) -> list[AlikeLayers]:
+def alike_layers(model: nn.Module, call: Callable[[], object], fewest: int = FEWEST) -> list[AlikeLayers]:
     """Groups of layers in the model's outermost lists that it calls once, with the same kinds of results.
 
     Args:
@@ -40,13 +40,13 @@ def alike_layers(model: nn.Module, call: Callable[[], object]) -> list[AlikeLaye
     for name, layers in lists:
         if not all(type(tensor) in PLAIN_TENSORS for tensor in (*layers.parameters(), *layers.buffers())):
             continue  # cut over ranks, or quantised: their class knows how
-        if len(layers) < FEWEST or any(name.startswith(f"{other}.") for other, _ in lists):
+        if len(layers) < fewest or any(name.startswith(f"{other}.") for other, _ in lists):
             continue
         kinds: dict[Any, list[str]] = defaultdict(list)
         own = _own_numbers(layers)
         for index, layer in layers.named_children():
             kinds[_kind(layer, own)].append(f"{name}.{index}")
-        groups += [tuple(names) for names in kinds.values() if len(names) >= FEWEST]
+        groups += [tuple(names) for names in kinds.values() if len(names) >= fewest]
     if not groups:
         return []
     results = _results(model, [name for names in groups for name in names], call)
