@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -19,7 +20,9 @@ class TokenDecoder(Protocol):
     def decode(self, token_ids: Any, /, *, skip_special_tokens: bool) -> Any: ...
 
 
-CLEANED = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're k"  # all that `clean_up_tokenization` shortens
+# Beginnings of what transformers' `clean_up_tokenization` shortens, such as " ." or " n ' t", longest first; and a "'" that it has moved to
+# the word in front of it, as long as it does not know what follows.
+UNCLEANED = (" n '", " n'", " 'v", " 'r", " n", " '", " ", "'")
 
 
 def direct_decoder(tokenizer: Any) -> Any:
@@ -30,14 +33,16 @@ def direct_decoder(tokenizer: Any) -> Any:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return tokenizer
     used, known = (tokenizer.decode, tokenizer._decode), (PreTrainedTokenizerBase.decode, PreTrainedTokenizerFast._decode)
-    if tuple(getattr(each, "__func__", None) for each in used) != known:
+    if tuple(getattr(each, "__func__", None) for each in used) != known or _cleans_up(tokenizer):
         return tokenizer
-    decoder = tokenizer.backend_tokenizer
-    if tokenizer.clean_up_tokenization_spaces:  # which transformers heeds for some models of tokens only
-        ids = tokenizer(CLEANED, add_special_tokens=False).input_ids
-        if tokenizer.decode(ids) != decoder.decode(ids, skip_special_tokens=False):
-            return tokenizer
-    return decoder
+    return tokenizer.backend_tokenizer
+
+
+def _cleans_up(tokenizer: Any) -> bool:
+    """Whether its `decode` takes out spaces; transformers heeds `clean_up_tokenization_spaces` for some models of tokens only."""
+    probe = copy.copy(tokenizer)
+    probe.clean_up_tokenization = lambda text: f"{text}."
+    return bool(probe.decode([]) != tokenizer.decode([]))
 
 
 class MarkedDecoder:
@@ -45,10 +50,14 @@ class MarkedDecoder:
 
     Args:
         kept: ids of these special tokens.
+
+    Attributes:
+        clean_up_tokenization_spaces: spaces may be taken out of the text when it goes on.
     """
 
     def __init__(self, tokenizer: Any, kept: frozenset[int]) -> None:
         self._decoder = direct_decoder(tokenizer)
+        self.clean_up_tokenization_spaces = _may_clean_up(self._decoder)
         self._skipped = special_ids(tokenizer) - kept
 
     def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool) -> str:
@@ -56,6 +65,10 @@ class MarkedDecoder:
             token_ids = [token for token in token_ids if token not in self._skipped]
         text: str = self._decoder.decode(token_ids, skip_special_tokens=False)
         return text
+
+
+def _may_clean_up(tokenizer: Any) -> bool:
+    return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
@@ -102,6 +115,7 @@ class IncrementalDetokenizer:
     Without stop strings the returned pieces join to `tokenizer.decode(all_ids, skip_special_tokens=...)`, for
     byte-level and for sentencepiece-like tokenizers. (Only byte fallback turns characters back into U+FFFD when an
     invalid byte follows them; released text stays.) Each token decodes a short window, never the whole text.
+    What a tokenizer with `clean_up_tokenization_spaces` may still shorten is held back.
 
     Args:
         tokenizer: anything with `decode(ids, skip_special_tokens=...)`; None gives empty text always.
@@ -132,6 +146,7 @@ class IncrementalDetokenizer:
             raise ValueError(f"stop: got {shown(stop)} without a tokenizer; allowed: (); use stop_token_ids or pass one")
         self.stopped: str | None = None
         self._tokenizer = tokenizer
+        self._cleans_up = _may_clean_up(tokenizer)
         self._stop = tuple(stop)
         self._skip_special_tokens = skip_special_tokens
         self._include_stop, self._tokens_before_stop = include_stop, min_tokens
@@ -170,6 +185,8 @@ class IncrementalDetokenizer:
         invalid = len(self._window) > MAX_WINDOW
         doubtful = len(text) - len(text.rstrip(REPLACEMENT))
         stable = len(text) - (min(doubtful, MAX_INCOMPLETE) if invalid else doubtful)
+        if self._cleans_up:
+            stable -= next((len(part) for part in UNCLEANED if text.endswith(part, 0, stable)), 0)
         fresh = text[self._passed : stable]
         self._passed = max(self._passed, stable)
         if fresh and not doubtful:
@@ -210,7 +227,8 @@ class IncrementalDetokenizer:
             return
         unpassed = len(self._window_text) - self._passed
         text = self._decode(self._window[start:])
-        if len(text) < unpassed:
+        lacks_space = self._cleans_up and text.startswith("'") and start < MAX_WINDOW  # with the one before it, " ' " may be shortened
+        if len(text) < unpassed or lacks_space:
             return
         self._window = self._window[start:]
         self._window_text = text

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from paged_attn.engine.requests.detokenizer import MAX_WINDOW, IncrementalDetokenizer, direct_decoder
+from paged_attn.engine.requests.detokenizer import MAX_WINDOW, IncrementalDetokenizer, MarkedDecoder, direct_decoder
 
 SPECIAL = 256
 TEXT = "Hello  wörld, 你好 👩‍👩‍👧 🙂🙂 naïve\n\n\tend "
@@ -164,6 +164,47 @@ def test_the_tokenizer_beneath_decodes_where_it_gives_the_same_text():
     patched.decode = lambda ids, **settings: "what its owner put there"
     kept = [cleaning, patched, Shouting(tokenizer_object=byte_level(), clean_up_tokenization_spaces=False), byte_level(), object(), None]
     assert all(direct_decoder(each) is each for each in kept)
+
+
+def of_words(suffixes: bool = False) -> Tokenizer:
+    """Its decoder puts a space in front of every word; with `suffixes`, those that begin with ## have none."""
+    words = ["x", *"nrstv.?!,'", "n't", "'m", "'s", "don", "the", *(["##s", "##ing"] if suffixes else [])]
+    numbers = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer((models.WordPiece if suffixes else models.WordLevel)(numbers, unk_token="x"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if suffixes:
+        tokenizer.decoder = decoders.WordPiece("##", True)
+    return tokenizer
+
+
+def of_pieces() -> Tokenizer:
+    """Spaces are tokens, and parts of tokens."""
+    pieces = ["<unk>", "▁", "▁x", "x", "n", "t", "'", "▁'", ".", "▁.", "?", "s", "'s", "▁n", "r", "e"]
+    tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], 0))
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.integers(0, 15), max_size=80))
+@pytest.mark.parametrize("inside", [of_words(), of_words(suffixes=True), of_pieces()])
+def test_pieces_that_are_cleaned_up_join_to_the_whole(inside, ids):
+    """Of "x" and " ." becomes "x.": with the space shown, the end was where it had been, and the text lacked the full stop."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inside, clean_up_tokenization_spaces=True)
+    assert direct_decoder(tokenizer) is tokenizer
+    if "  " not in tokenizer.decode(ids, clean_up_tokenization_spaces=False):
+        assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
+        assert "".join(pieces_of(MarkedDecoder(tokenizer, frozenset()), ids)) == tokenizer.decode(ids)
+
+
+def test_whether_spaces_are_taken_out_is_asked_of_the_tokenizer_itself():
+    """Not of what it makes of a text: this one drops the spaces of that text, and keeps those inside its tokens."""
+    inside = Tokenizer(models.BPE(vocab={"x": 0, "x▁.": 1}, merges=[]))
+    inside.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Strip(" ", 1, 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inside, clean_up_tokenization_spaces=True)
+    assert isinstance(direct_decoder(tokenizer), Tokenizer)
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    assert tokenizer.decode([1]) == "x." and direct_decoder(tokenizer) is tokenizer
 
 
 def test_leading_spaces_and_specials_in_between():
