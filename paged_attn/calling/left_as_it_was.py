@@ -38,9 +38,10 @@ def left_as_it_was(model: nn.Module) -> Iterator[Changes]:
     finally:
         prepared = _versions(model) != versions
         for name, module, attributes, tables in reversed(before):
-            _set_tables_back(name, module, tables, changes)
+            _set_tables_back(name, tables, changes)
             if prepared:
-                attributes |= {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+                attributes = {key: value for key, value in attributes.items() if key in vars(module) or not _is_note(value)}
+                attributes |= {key: value for key, value in vars(module).items() if _is_note(value)}
             _set_attributes_back(name, module, attributes, changes)
 
 
@@ -48,14 +49,18 @@ def _versions(model: nn.Module) -> list[int]:
     return [0 if parameter.is_inference() else parameter._version for parameter in model.parameters()]
 
 
-def _tables(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Parameters, buffers, submodules and hooks: a module changes these tables in place."""
-    return {key: dict(value) for key, value in vars(module).items() if isinstance(value, dict) and key.startswith("_")}
+def _is_note(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str)
 
 
-def _set_tables_back(name: str, module: nn.Module, tables: dict[str, dict[str, Any]], changes: Changes) -> None:
-    for key, entries in tables.items():
-        table: dict[str, Any] = vars(module)[key]
+def _tables(module: nn.Module) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Parameters, buffers, submodules and hooks, each with a copy: a module changes these tables in place, and may put something else in
+    the place of one of its own."""
+    return {key: (value, dict(value)) for key, value in vars(module).items() if isinstance(value, dict) and key.startswith("_")}
+
+
+def _set_tables_back(name: str, tables: dict[str, tuple[dict[str, Any], dict[str, Any]]], changes: Changes) -> None:
+    for key, (table, entries) in tables.items():
         if _same(table, entries):
             continue
         for child, was in entries.items() if key == "_modules" else ():
@@ -78,6 +83,7 @@ def _set_attributes_back(name: str, module: nn.Module, before: dict[str, Any], c
             now[key] = before[key]
         else:
             del now[key]
+    now |= {key: value for key, value in before.items() if key not in now}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
-from paged_attn.engine.model.causality import refuse_acausal, refuse_branches
+from paged_attn.engine.model.causality import refuse_acausal, refuse_branches, refuse_random
 from tests.engine.runners.own_positions import greedy_loop
 from tests.oracle import random_prompts
 from tests.tiny_models import build
@@ -76,6 +76,32 @@ def test_dropout_that_no_mode_turns_off_is_refused(compiled: bool) -> None:
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: nn.functional.dropout(output, 0.2))
     with pytest.raises(UnsupportedError, match=r"gives other logits for the same tokens when it is called again, .* draws random numbers"):
         LLM(model, num_pages=20, compile=compiled)
+
+
+class Notes(Plain):
+    """Puts `last` in the place of a table of its own in every call, or nothing, and does without an attribute."""
+
+    def __init__(self, last: object) -> None:
+        super().__init__()
+        self._seen: object = {"calls": 0}
+        self.spare: object = torch.ones(2)
+        self.last = last
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if isinstance(seen := vars(self).pop("_seen", None), dict):
+            seen["calls"] += 1
+        vars(self).pop("spare", None)
+        if self.last != "nothing":
+            self._seen = self.last
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize("last", [None, "nothing", {"calls": 0}, [1]])
+def test_tables_that_calls_replace_and_attributes_that_they_delete_are_put_back(last: object) -> None:
+    model = Notes(last)
+    seen, spare = model._seen, model.spare
+    refuse_random(model.eval(), 96)
+    assert model._seen is seen and seen == {"calls": 0} and model.spare is spare
 
 
 class Branching(nn.Module):
