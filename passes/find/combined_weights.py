@@ -67,6 +67,8 @@ class _Products:
             parts = self._parts(node)
             nodes.add(node)
             pending += parts
+            if parts and is_written({*node.all_input_nodes} - {*parts}, node, self.node):
+                return False  # a factor, which is read later than it was
             sums += len(parts) > 1
             while not parts and node not in self.softmaxes:
                 if op_name(node) not in _LAYOUT | _SAME_NUMBERS or writes_in_place(node):
@@ -106,14 +108,16 @@ class _Products:
             return self.of(parts[0], values, (*after, weights) if changes else after)
         if (taken := _Taken.of(weights)) is not None:
             for dim, how, count in taken.undone:
-                values = self._spread(values, dim, how, count)
+                values = self._spread(values, dim, how, count, shape_of(taken.source)[dim])
             return taken.again(self.of(parts[0], values, after), self._call)
         new = {part: self.of(part, values, after) for part in parts}
         return self._call(weights.target, *(new.get(arg, arg) if isinstance(arg, fx.Node) else arg for arg in weights.args))
 
-    def _spread(self, values: fx.Node, dim: int, how: str, count: int) -> fx.Node:
+    def _spread(self, values: fx.Node, dim: int, how: str, count: int, heads: Any) -> fx.Node:
         if how == "unsqueeze":
             return self._call("unsqueeze", values, dim)
+        if shape_of(values)[dim] == 1:  # one head of values for all
+            return self._call("repeat_interleave", values, heads, dim)
         return self._call("repeat_interleave", values, count, dim) if how == "each" else self._call(torch.cat, (values,) * count, dim)
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -39,10 +39,11 @@ def of_chunks(w: Tensor) -> Tensor:
     return torch.sub(one, 0.5 * other)
 
 
+@pytest.mark.parametrize("heads", [slice(1, 3), slice(1, 2)])  # each head has its own values, or all have the same
 @pytest.mark.parametrize("combined", [of_pairs, strided, of_halves, of_chunks])
-def test_differential_attention_is_one_layer_of_all_heads(combined: Callable[[Tensor], Tensor]) -> None:
+def test_differential_attention_is_one_layer_of_all_heads(combined: Callable[[Tensor], Tensor], heads: slice) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (combined(weights(q, k)) @ v[:, 1:3]).repeat(1, 2, 1, 1)
+        return (combined(weights(q, k)) @ v[:, heads]).repeat(1, 2, 1, 1)
 
     (spec,) = assert_ragged_equals_alone(Toy(WithPositions(attend), kv_heads=4)).specs
     assert (spec.num_q_heads, spec.causal, spec.scale) == (4, True, pytest.approx(SCALE))
@@ -72,12 +73,18 @@ def written_by_a_view(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return combined @ v
 
 
+def scaled_by_what_is_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    factors = torch.full((4, 1, 1), 0.3)
+    combined = weights(q, k) - factors * weights(q.flip(-1), k)
+    return combined @ (v * factors.mul_(2.0))
+
+
 def of_some_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     w = weights(q, k)
     return ((w[:, 1:3] - w[:, :2]) @ v[:, :2]).repeat(1, 2, 1, 1)
 
 
-@pytest.mark.parametrize("attend", [written, written_by_a_view, of_some_heads])
+@pytest.mark.parametrize("attend", [written, written_by_a_view, scaled_by_what_is_written, of_some_heads])
 def test_heads_that_overlap_and_weights_written_in_place_are_refused(attend: Callable[..., Tensor]) -> None:
     with pytest.raises(UnknownAttention):
         rewrite_of(Toy(WithPositions(attend), kv_heads=4))
