@@ -103,6 +103,16 @@ def test_an_end_token_comes_where_an_answer_may_end_and_nowhere_else() -> None:
     assert {completion.stop_reason for completion in got} == {None}
 
 
+def test_an_end_token_that_is_text_as_well_ends_nothing_too_early() -> None:
+    """Its text may come there, but the token would end the answer in the middle."""
+    llm = make_llm(with_end(), tokenizer())
+    most_likely = SamplingParams(regex=f"[a-f{text_of([END])}]{{4}}x?", logit_bias={END: 100.0})
+    (got,) = llm.generate([[7, 8, 9]], most_likely)
+    assert got.token_ids.index(END) == 4 == len(got.token_ids) - 1 and got.finish_reason == FinishReason.STOP
+    (got,) = llm.generate([[7, 8, 9]], SamplingParams(json_schema={"type": "string", "maxLength": 5, **COMPACT}, logit_bias={END: 100.0}))
+    assert isinstance(json.loads(text_of([token for token in got.token_ids if token != END])), str)
+
+
 def test_drawn_answers_follow_their_schema_and_their_seed() -> None:
     llm = make_llm(tokenizer=tokenizer())
     params = [SamplingParams(max_new_tokens=200, temperature=1.5, seed=seed, json_schema=PERSON) for seed in range(12)]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import copy_to_device
@@ -71,12 +72,14 @@ class Guide:
 class _Vocabulary(NamedTuple):
     """A tokenizer as llguidance has read it.
 
-    tokens: the `LLTokenizer`; size: how many tokens masks are of; never: one that may not be chosen whatever a matcher says, if any.
+    tokens: the `LLTokenizer`; size: how many tokens masks are of; never: one that may not be chosen whatever a matcher says, if any;
+    spelt: end tokens that are text as well, which a matcher takes for text where the answer may not end.
     """
 
     tokens: Any
     size: int
     never: int | None
+    spelt: tuple[int, ...] = ()
 
 
 class Guides:
@@ -168,9 +171,10 @@ class Guides:
             eos = [never] = [tokenizer.eos_token_id]
         size = max(len(tokenizer), self._vocab_size or 0)
         try:
-            vocabulary = _Vocabulary(from_tokenizer(tokenizer, n_vocab=size, eos_token=eos), size, never)
+            tokens = from_tokenizer(tokenizer, n_vocab=size, eos_token=eos)
         except ValueError as error:
             raise UnsupportedError(f"{what} needs a tokenizer that llguidance can read; of this one it says: {error}") from error
+        vocabulary = _Vocabulary(tokens, size, never, tuple(end for end in eos if not tokens.is_special_token(end)))
         return vocabulary, GuideTrials(tokenizer, size, eos)
 
 
@@ -195,16 +199,22 @@ def _executor(process: int) -> Any:
 def allowed_next(guides: Sequence[Guide], pinned: bool = False) -> Tensor:
     """The tokens that may come next by N guides of one model [N, words] int32, on the host: token i is bit i % 32 of word i // 32; none
     after an error."""
-    _, size, never = guides[0].vocabulary
+    _, size, never, spelt = guides[0].vocabulary
     allowed = torch.empty(len(guides), -(-size // BITS), dtype=torch.int32, pin_memory=pinned)
     masks = allowed.numpy()
     _executor(os.getpid()).unsafe_compute_mask_ptr(
         [(guide.matcher, row) for row, guide in enumerate(guides)], masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks)
     )
     if never is not None:
-        masks.view(np.uint32)[:, never // BITS] &= ~np.uint32(1 << never % BITS)
+        _clear(masks, never)
+    for end in spelt:
+        _clear(masks, end, [not guide.matcher.is_accepting() for guide in guides])
     masks[[guide.matcher.is_error() for guide in guides]] = 0
     return allowed
+
+
+def _clear(masks: NDArray[np.int32], token: int, rows: Any = slice(None)) -> None:
+    masks.view(np.uint32)[rows, token // BITS] &= ~np.uint32(1 << token % BITS)
 
 
 def forbid_others(scores: Tensor, guides: Mapping[int, Guide]) -> None:
