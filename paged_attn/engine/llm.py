@@ -17,7 +17,7 @@ from paged_attn.chat.answers.answer_form import AnswerForm
 from paged_attn.chat.several import CHAT_SETTINGS, ChatCompletion, ChatEvent, Chats, chat_events
 from paged_attn.engine.config import LORAS, EngineConfig
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.model.given_model import given_model
+from paged_attn.engine.model.given_model import given_model, warn_of_hook
 from paged_attn.engine.model.load_options import LoadOptions
 from paged_attn.engine.model.task import Task, checked_task
 from paged_attn.engine.pooling.calls import PoolingCalls
@@ -93,6 +93,8 @@ class LLM(PoolingCalls):
             if isinstance(model, (str, Path)):
                 start_compilers(checked_device(device), config)
             given = given_model(model, tokenizer, task, dtype, device, read)
+            if config.compile:
+                warn_of_hook(given.model)
             self.tokenizer = given.tokenizer
             served = given.model if given.task == "generate" else Pooler.of(given.model, given.task, embedding_defaults or given.defaults)
             self.engine = Engine(served, given.tokenizer, config)

@@ -35,7 +35,7 @@ def given_model(
     device: torch.device | str | None,
     read: LoadOptions,
 ) -> GivenModel:
-    """Load what is not loaded; a model that has a forward hook is warned of.
+    """Load what is not loaded.
 
     Args:
         tokenizer: None, a tokenizer, or the place of one.
@@ -62,13 +62,17 @@ def given_model(
         task, defaults = checkpoint_task(model, task, options)
         held, loaded = load_model(model, dtype, device, options=options, task=task)
         tokenizer = tokenizer if options.has_tokenizer else loaded
-    if hooked := hooked_module(held):
+    return GivenModel(held, tokenizer, task, defaults)
+
+
+def warn_of_hook(model: nn.Module) -> None:
+    """Warn of a forward hook in a model whose steps run as a graph."""
+    if hooked := hooked_module(model):
         logger.warning(
             "%s has a forward hook: answers follow what it returns, but it is not called for their tokens, and what it records is "
             "of other prompts; the model itself, without LLM or custom_generate, calls it",
             hooked,
         )
-    return GivenModel(held, tokenizer, task, defaults)
 
 
 def _refuse_load_settings(dtype: Any, device: Any, read: LoadOptions) -> None:

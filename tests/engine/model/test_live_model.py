@@ -155,6 +155,15 @@ def test_a_hook_that_no_step_calls_is_told_of(caplog: pytest.LogCaptureFixture) 
         assert "forward hook" not in caplog.text
 
 
+def test_steps_without_a_graph_call_hooks_and_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model, calls = build("llama"), []
+    LAYER(model).register_forward_hook(lambda module, args, output: calls.append(args))
+    with LLM(model, compile=False, **SETTINGS) as llm:
+        calls.clear()
+        llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
+        assert len(calls) == 4 and "forward hook" not in caplog.text
+
+
 @contextmanager
 def global_hook(factor: float) -> Iterator[None]:
     handle = register_module_forward_hook(lambda module, args, output: output * factor if isinstance(module, nn.Linear) else None)
