@@ -37,6 +37,7 @@ from paged_attn.passes.fx.graph_tools import (
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import evaluate_all
 from paged_attn.passes.fx.token_data import read_inputs
+from paged_attn.passes.recompute.code_numbers import CROWD, LATEST
 
 logger = logging.getLogger("paged_attn")
 MOST_NODES = 80  # in a region
@@ -150,6 +151,9 @@ def _is_matrix(node: Any) -> bool:
 def proved_routing(region: RouterRegion, known: Iterable[Routing]) -> Routing | None:
     """The spec that gives the region's ids and weights on every probe; `known`: other layers' specs, tried first."""
     probes = [_probe(region, rows, spread) for rows in ROWS for spread in SPREADS]
+    crowd = CROWD + max((int(number) for number in _literals(region.nodes) if CROWD <= number <= LATEST), default=0)
+    logits, bias = probes[0]
+    probes.append((logits[:1].repeat(crowd, 1), bias))  # more than any capacity of theirs for the same experts
     try:
         expected = [_evaluated(region, *probe) for probe in probes]
     except MISFITS:

@@ -11,6 +11,12 @@ from collections.abc import Iterator
 from torch import nn
 
 MOST = 8  # numbers of a module
+CROWD, LATEST = 257, 2304  # tokens that exceed most capacities; numbers that are looked for in code
+
+
+def crowd_of(module: nn.Module) -> int:
+    """So many tokens for one expert that they exceed every capacity of it that is a number in a module's code, up to LATEST."""
+    return CROWD + max(numbers_in_code(module, CROWD, LATEST), default=0)
 
 
 def numbers_in_code(module: nn.Module, least: int, most: int) -> list[int]:

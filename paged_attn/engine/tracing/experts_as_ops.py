@@ -26,6 +26,7 @@ from paged_attn.compiled.experts_ahead import compile_experts_ahead
 from paged_attn.engine.tracing.experts_layout import FlatLayout, Layout, MovableWeights, Operands, layouts_of
 from paged_attn.parallel.own_experts import OwnExperts, WholeExperts, own_experts
 from paged_attn.passes.fx.row_layout import MISFITS
+from paged_attn.passes.recompute.code_numbers import crowd_of
 
 logger = logging.getLogger("paged_attn")
 NOT_EXPERTS = (*MISFITS, AssertionError, AttributeError, KeyError)  # errors from a module that takes other arguments
@@ -196,14 +197,16 @@ Probe = tuple[tuple[Tensor, Tensor, Tensor], Tensor]  # x, ids and weights, and 
 
 
 def _probes(module: nn.Module, layout: Layout | FlatLayout, w1: Tensor, dims: int) -> list[Probe]:
-    """Ragged loads, with experts that get nothing, ids beyond the experts where there are such, two experts that get every token, and rows
-    that are so large that a gate meets any limit; none for a module that does not take them."""
+    """Ragged loads, with experts that get nothing, ids beyond the experts where there are such, two experts that get every token, rows
+    that are so large that a gate meets any limit, and so many for the same experts that they meet any capacity; none for a module that does
+    not take them."""
     experts, hidden, device = layout.experts, w1.shape[-1], w1.device
     numbers = torch.Generator().manual_seed(1)
     compute = owner.forward if isinstance(owner := _owner(module), OwnExperts) else module
     found: list[Probe] = []
     loads = ((ROWS, experts, 0, 1.0), (3, experts, 0, 1.0), (ROWS, _num_ids(module, layout), 0, 1.0), (ROWS, experts, 2, 1.0))
-    for rows, count, crowded, size in (*loads, (ROWS, experts, 0, _loud(w1))):
+    crowd = (crowd_of(module), experts, _chosen(module, experts), 1.0)
+    for rows, count, crowded, size in (*loads, (ROWS, experts, 0, _loud(w1)), crowd):
         x = (torch.randn(rows, hidden, generator=numbers) * size).to(device, w1.dtype)
         chosen = torch.rand(rows, count, generator=numbers)
         chosen[:, : count // 3] *= 0.9  # some are chosen more rarely

@@ -16,27 +16,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paged_attn.attn_ops.errors import first_line
+from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.attn_ops.ops.module import MODULE, register_module
 from paged_attn.calling.left_as_it_was import replaced_forward
+from paged_attn.engine.tracing.experts_as_ops import agrees, kind_of
 from paged_attn.engine.tracing.looping.calls import CallForm
-from paged_attn.engine.tracing.module_calls import watch_calls
+from paged_attn.engine.tracing.module_calls import LENGTHS, watch_calls
 from paged_attn.engine.tracing.trace_failure import NotTraced
+from paged_attn.passes.recompute.code_numbers import crowd_of
 
 logger = logging.getLogger("paged_attn")
 
 
-class ReadsMask(NotTraced):
-    """A module branches on its data, and is given a mask.
+class NeedsWholeRequest(NotTraced):
+    """A module branches on its data, and what it computes for a token depends on other tokens of the call.
 
     Attributes:
         kind: its class.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, words: str) -> None:
         self.kind = type(module)
+        super().__init__(f"{self.kind.__name__} {words}")
+
+
+class LimitsTokens(NeedsWholeRequest):
+    """It computes other numbers for some of many tokens that are all alike."""
+
+    def __init__(self, module: nn.Module, rows: int) -> None:
         super().__init__(
-            f"{self.kind.__name__} branches on a mask of every pair of tokens of a call, which a batch of several requests does "
-            "not have: where a mask only goes into attention, it is found and proved."
+            module,
+            f"computes something else for some of {rows} equal tokens, as experts with a capacity do: other tokens change a token's.",
+        )
+
+
+class ReadsMask(NeedsWholeRequest):
+    """It is given a mask."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(
+            module,
+            "branches on a mask of every pair of tokens of a call, which a batch of several requests does "
+            "not have: where a mask only goes into attention, it is found and proved.",
         )
 
 
@@ -75,6 +97,7 @@ def modules_as_ops(model: nn.Module, classes: Mapping[type[nn.Module], str], inp
 
     Raises:
         ReadsMask: such a module is given a mask.
+        LimitsTokens: its experts take only so many tokens.
         NotTraced: it is given or returns something else than tensors, or its output has no shape of an input's.
     """
     with ExitStack() as undo:
@@ -95,6 +118,7 @@ class _Call(CallForm):
 def _calls_of(model: nn.Module, classes: Mapping[type[nn.Module], str], inputs: Callable[[int], dict[str, Any]]) -> dict[nn.Module, _Call]:
     """How each of the modules is called, from runs of the model on two lengths."""
     seen: dict[nn.Module, set[_Call]] = {}
+    tensors: dict[nn.Module, list[list[Tensor]]] = {}
 
     def look(length: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         nothing = tuple((name, None) for name, value in kwargs.items() if value is None)
@@ -115,12 +139,40 @@ def _calls_of(model: nn.Module, classes: Mapping[type[nn.Module], str], inputs: 
                 "decided in __init__."
             )
         seen.setdefault(module, set()).add(_Call(names, nothing, alike[0], output.dtype))
+        tensors.setdefault(module, []).append(given)
 
     watch_calls(model, [module for module in model.modules() if isinstance(module, tuple(classes))], inputs, look)
     several = [type(module).__name__ for module, calls in seen.items() if len(calls) > 1]
     if several:
         raise NotTraced(f"{several[0]} cannot be traced, and is called in several ways, so that it cannot be called as one op.")
-    return {module: next(iter(calls)) for module, calls in seen.items()}
+    found = {module: next(iter(calls)) for module, calls in seen.items()}
+    for module in {kind_of(module): module for module in found}.values():
+        _refuse_limits(module, found[module], tensors[module])
+    return found
+
+
+def _refuse_limits(module: nn.Module, call: _Call, given: Sequence[Sequence[Tensor]]) -> None:
+    """Raises LimitsTokens if the rows of many equal tokens differ. `given`: of calls of two lengths."""
+    rows = crowd_of(module)
+    axes = [
+        next((axis for axis, sizes in enumerate(zip(a.shape, b.shape, strict=False)) if sizes == LENGTHS), None)
+        for a, b in zip(*given[:2], strict=True)
+    ]
+    alike = [
+        one if axis is None else one.narrow(axis, 0, 1).repeat_interleave(rows, axis) for one, axis in zip(given[0], axes, strict=True)
+    ]
+    if (axis := axes[call.like]) is None:
+        return
+    try:
+        with torch.no_grad():
+            result = call.call(module, alike).movedim(axis, 0)
+    except torch.OutOfMemoryError:
+        raise
+    except MODEL_ERRORS as error:
+        logger.info("%s is not tried on %d equal tokens: %s", type(module).__name__, rows, first_line(error))
+        return
+    if not agrees(result[:1].expand_as(result), result):
+        raise LimitsTokens(module, rows)
 
 
 def _emitter(module: nn.Module, call: _Call) -> Callable[..., Tensor]:

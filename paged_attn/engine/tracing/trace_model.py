@@ -28,7 +28,7 @@ from paged_attn.engine.tracing.experts_as_ops import experts_as_ops
 from paged_attn.engine.tracing.last_token import for_all_tokens
 from paged_attn.engine.tracing.looping.as_ops import looping_experts_as_ops
 from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_around, on_all_tokens
-from paged_attn.engine.tracing.opaque_modules import ReadsMask, class_running, line_of, modules_as_ops, untraceable_class
+from paged_attn.engine.tracing.opaque_modules import NeedsWholeRequest, class_running, line_of, modules_as_ops, untraceable_class
 from paged_attn.engine.tracing.ops_without_fakes import OpsWithoutFakes
 from paged_attn.engine.tracing.repeated.expand import expand
 from paged_attn.engine.tracing.repeated.find import AlikeLayers, alike_layers
@@ -144,7 +144,7 @@ class Workarounds:
 
     def add_for(self, refusal: UnsupportedError) -> bool:
         """Add what the refusal of a trace calls for; False if nothing is known against it."""
-        if isinstance(refusal, (ReadsMask, UnknownAttention, MixesRows, CountsTokens)):
+        if isinstance(refusal, (NeedsWholeRequest, UnknownAttention, MixesRows, CountsTokens)):
             return self._run_on_all_tokens(refusal)
         cause = refusal.__cause__
         if self.unknown is None and lacks_fake(cause):
@@ -164,10 +164,10 @@ class Workarounds:
         logger.info("%s branches on its data%s: it runs as one op, between the captured pieces", kind.__name__, self.opaque[kind])
         return True
 
-    def _run_on_all_tokens(self, refusal: ReadsMask | UnknownAttention | MixesRows | CountsTokens) -> bool:
+    def _run_on_all_tokens(self, refusal: NeedsWholeRequest | UnknownAttention | MixesRows | CountsTokens) -> bool:
         modules = dict(self.model.named_modules())
         mixes: type[nn.Module] | None
-        if isinstance(refusal, ReadsMask):
+        if isinstance(refusal, NeedsWholeRequest):
             mixes = refusal.kind
             self.opaque.pop(mixes)
         elif isinstance(refusal, CountsTokens):

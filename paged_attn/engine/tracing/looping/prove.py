@@ -27,6 +27,7 @@ from paged_attn.engine.tracing.looping.stacked_pair import StackedPair, stacked_
 from paged_attn.engine.tracing.looping.tape import Slot, Tape
 from paged_attn.engine.tracing.while_tracing import no_collections
 from paged_attn.hashing.code_files import executed_files
+from paged_attn.passes.recompute.code_numbers import crowd_of
 
 TOKENS = (37, 53)  # rows of the two tapes; few other sizes are multiples of these
 MOST_TRIED = 24  # candidate sites per block
@@ -130,12 +131,16 @@ class _Proof:
         given = self._given(tokens, seed=tokens)
         fed: list[Tensor] = []
         tape = Tape({**dict(zip(self.given, given, strict=True)), **self.own}, watched=tokens * self.mlp.spec.hidden)
+        output = self._told(tape, given, fed)
+        return tape, map_aggregate(_plain(output), tape.slot_of), fed
+
+    def _told(self, tape: Tape, given: Sequence[Tensor], fed: list[Tensor]) -> Any:
+        """What the block returns with experts that give rows with a one in their place."""
         with ExitStack() as undo:
             for module, forward in self.mlp.telling(self.experts, tape, fed):
                 undo.enter_context(replaced_forward(module, forward))
             with tape:
-                output = self.call.call(self.block, given)
-        return tape, map_aggregate(_plain(output), tape.slot_of), fed
+                return self.call.call(self.block, given)
 
     def _sites(self, tape: Tape, fed: Tensor) -> Iterator[ExpertsSite]:
         """Where experts may stand, the last sum first."""
@@ -164,6 +169,7 @@ class _Proof:
         for tokens in (*ROWS, 1):
             self._compare(program, self._given(tokens, seed=tokens))
         if program.logits is None:
+            self._compare_crowd(program)
             return
         index = program.logits[1]
         slot = tape.steps[index].results[0]
@@ -171,18 +177,37 @@ class _Proof:
         like = tape.values[slot.index]
         for tokens in ROWS:
             for logits in logits_of(tokens, self.mlp.spec.experts):
-                shaped = logits.reshape([tokens if size == TOKENS[0] else size for size in like.shape]).to(like)
-                self._compare(program, self._given(tokens, seed=tokens + 1), shaped, index)
+                self._compare(program, self._given(tokens, seed=tokens + 1), _shaped(logits, like), index)
+        self._compare_crowd(program, like, index)
+
+    def _compare_crowd(self, program: Program, like: Tensor | None = None, step: int = -1) -> None:
+        """So many tokens for the same experts that any capacity is exceeded which is a number in the block's code. Experts give rows with
+        a one in their place, so that this costs no products of theirs."""
+        rows = crowd_of(self.block)
+        given, logits = self._given(rows, seed=rows), None
+        for index, each in enumerate(self.call.tensors):
+            if not each.dtype.is_floating_point:
+                given[index] = given[index].narrow(each.axis, 0, 1).expand_as(given[index]).clone()  # the first row's ids
+        if like is not None:
+            logits = torch.zeros(rows, self.mlp.spec.experts)
+            logits += torch.linspace(8.0, -8.0, self.mlp.spec.experts)
+            logits = _shaped(logits, like)
+        tape = Tape({}, {} if logits is None else {step: logits.clone()})
+        expected = _tensors(_plain(self._told(tape, [each.clone() for each in given], [])))
+        self._agree(program, given, logits, expected, told=True)
 
     def _compare(self, program: Program, given: Sequence[Tensor], logits: Tensor | None = None, step: int = -1) -> None:
         instead: Mapping[int, Tensor] = {} if logits is None else {step: logits.clone()}
-        rows = given[0].shape[self.call.tensors[0].axis]
         copies = [each.clone() for each in given]
         with Tape({}, instead):
             expected = _tensors(_plain(self.call.call(self.block, copies)))
+        self._agree(program, given, logits, expected)
+
+    def _agree(self, program: Program, given: Sequence[Tensor], logits: Tensor | None, expected: list[Tensor], told: bool = False) -> None:
+        rows = given[0].shape[self.call.tensors[0].axis]
         tensors = [*(each.clone() for each in given), *(self.own[name] for name in program.owned), *self.operands]
         try:
-            got = _tensors(Evaluation(program, logits).run(*tensors))
+            got = _tensors(Evaluation(program, logits, told).run(*tensors))
         except NOT_EXPERTS as error:
             raise NotProved(f"what it does for {TOKENS[0]} rows cannot be done for {rows}: {first_line(error)}") from error
         for one, other in zip(expected, got, strict=True):
@@ -214,6 +239,11 @@ def _made_from_more(tape: Tape, site: ExpertsSite) -> set[Slot]:
         found |= {slot for slot in step.results if slot is not None} - told
         found |= {slot for each in step.written for slot in tape.same_memory(each)} - told
     return found
+
+
+def _shaped(logits: Tensor, like: Tensor) -> Tensor:
+    """Logits [T, E] as those of a tape are shaped."""
+    return logits.reshape([len(logits) if size == TOKENS[0] else size for size in like.shape]).to(like)
 
 
 def _equal(value: Tensor, ids: Tensor) -> bool:
