@@ -32,6 +32,7 @@ logger = logging.getLogger("paged_attn")
 NOT_EXPERTS = (*MISFITS, AssertionError, AttributeError, KeyError)  # errors from a module that takes other arguments
 ROWS = 24  # in each proof, plus one per expert
 LOUD = {torch.float32: 30.0, torch.float16: 10.0}  # products in a probe; in float16 those of gate and up must not overflow
+ALPHA = 1.702  # of gates whose module does not name it (gpt-oss)
 CHOSEN = 4  # experts per token, if the model does not say
 ALLOWED = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 0.03, torch.float16: 0.004}  # error relative to the norm of the row
 
@@ -178,7 +179,7 @@ def known_gates(module: Any, gated: bool) -> Iterator[Gating]:
         yield from (Gating(name, gated=False) for name in ACTIVATIONS)
         return
     limits = {0.0} | {float(v) for name in ("limit", "swiglu_limit") if isinstance(v := getattr(module, name, None), int | float)}
-    alphas = {float(v) for name in ("alpha", "swiglu_alpha") if isinstance(v := getattr(module, name, None), int | float)}
+    alphas = {ALPHA} | {float(v) for name in ("alpha", "swiglu_alpha") if isinstance(v := getattr(module, name, None), int | float)}
     softcaps = [0.0, *_softcaps(module)]
     for limit, up_first, interleaved in itertools.product(limits, (False, True), (False, True)):
         known = [Gating(name, True, interleaved, limit) for name in ACTIVATIONS]
@@ -206,7 +207,7 @@ def _probes(module: nn.Module, layout: Layout | FlatLayout, w1: Tensor, dims: in
     found: list[Probe] = []
     loads = ((ROWS, experts, 0, 1.0), (3, experts, 0, 1.0), (ROWS, _num_ids(module, layout), 0, 1.0), (ROWS, experts, 2, 1.0))
     crowd = (crowd_of(module), experts, _chosen(module, experts), 1.0)
-    for rows, count, crowded, size in (*loads, (ROWS, experts, 0, _loud(w1)), crowd):
+    for rows, count, crowded, size in (*loads, (ROWS, experts, 0, loud(w1)), crowd):
         x = (torch.randn(rows, hidden, generator=numbers) * size).to(device, w1.dtype)
         chosen = torch.rand(rows, count, generator=numbers)
         chosen[:, : count // 3] *= 0.9  # some are chosen more rarely
@@ -225,7 +226,7 @@ def _probes(module: nn.Module, layout: Layout | FlatLayout, w1: Tensor, dims: in
     return found
 
 
-def _loud(w1: Tensor) -> float:
+def loud(w1: Tensor) -> float:
     """How large rows must be for products with w1 [E, .., H] that limits on a gate (7 in gpt-oss, 10 in DeepSeek-V4) show on."""
     usual = w1[0].float().norm(dim=-1).pow(2).mean().sqrt().item()
     return max(1.0, LOUD.get(w1.dtype, max(LOUD.values())) / usual) if usual > 0 else 1.0

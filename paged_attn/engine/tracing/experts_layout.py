@@ -103,7 +103,7 @@ def layouts_of(module: nn.Module) -> Sequence[Layout | FlatLayout]:
         return []
     if all(hasattr(module, flag) for flag in FLAGS):
         return _by_flags(module)
-    return (_by_shapes(module) or _by_matrices(module)) if len(inspect.signature(module.forward).parameters) == 3 else []
+    return (_by_shapes(module) or flat_layouts_of(module)) if len(inspect.signature(module.forward).parameters) == 3 else []
 
 
 def _by_flags(module: Any) -> list[Layout]:
@@ -139,7 +139,7 @@ def is_stacked(weight: Any) -> bool:
     return type(weight) is nn.Parameter and weight.dim() == 3 and weight.is_floating_point() and weight.dtype in DTYPES
 
 
-def _by_matrices(module: nn.Module) -> list[FlatLayout]:
+def flat_layouts_of(module: nn.Module) -> list[FlatLayout]:
     """The layouts that the module may have, by shapes; none if it has anything besides two or three matrices that fit each other."""
     owned = dict(module.named_parameters())
     if len(owned) not in (2, 3) or any(True for _ in module.buffers()) or not all(_is_matrix(weight) for weight in owned.values()):

@@ -176,10 +176,19 @@ def _refuse_limits(module: nn.Module, call: _Call, given: Sequence[Sequence[Tens
 
 
 def _emitter(module: nn.Module, call: _Call) -> Callable[..., Tensor]:
-    original, number = module.forward, register_module(module, call.call)
+    running = [False]  # while a graph is made it runs, too
+
+    def run(module: nn.Module, given: Sequence[Tensor]) -> Any:
+        running[0] = True
+        try:
+            return call.call(module, given)
+        finally:
+            running[0] = False
+
+    original, number = module.forward, register_module(module, run)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        if not torch.compiler.is_compiling():
+        if running[0] or not torch.compiler.is_compiling():
             result: Tensor = original(*args, **kwargs)
             return result
         given = call.tensors_of(args, kwargs)

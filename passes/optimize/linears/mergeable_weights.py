@@ -32,7 +32,7 @@ class Memory:
 
 
 def is_ordinary_parameter(value: Any) -> bool:
-    """Whether a value is a plain, dense leaf parameter that can be sliced along dim 0 with aligned slices."""
+    """Whether a value is a plain, dense leaf parameter that can be sliced along dim 0 with aligned slices, or be one (3 dims)."""
     return (
         type(value) is nn.Parameter
         and value.is_leaf
@@ -42,7 +42,7 @@ def is_ordinary_parameter(value: Any) -> bool:
         and value.numel() > 0
         and value.is_contiguous()
         and not value.is_inference()
-        and value.shape[0] * value.itemsize % ALIGNMENT == 0
+        and (value.numel() if value.dim() == 3 else value.shape[0]) * value.itemsize % ALIGNMENT == 0
     )
 
 

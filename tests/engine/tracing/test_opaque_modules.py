@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from typing import Any
 
 import pytest
@@ -69,6 +70,14 @@ def test_experts_that_loop_over_data_generate() -> None:
         assert "forward" not in vars(model.experts) and not model.experts._forward_hooks
         graph = llm.engine.runner.compiled.rewrite.gm
         assert graph is not None and sum(node.target is MODULE for node in graph.graph.nodes) == 1
+
+
+def test_rows_around_such_a_module_are_checked_too(caplog: pytest.LogCaptureFixture) -> None:
+    """Until 2026-11-30 the module called itself without end where the graph ran while it was made, and that check was left out."""
+    with caplog.at_level(logging.INFO, "paged_attn"), LLM(Model().eval(), num_pages=64):
+        pass
+    assert "values that ops and logits are made of hold a row of each token's own" in caplog.text
+    assert "cannot be evaluated" not in caplog.text
 
 
 def test_what_the_op_can_not_pass_on_is_named() -> None:

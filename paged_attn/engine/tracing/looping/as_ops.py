@@ -1,9 +1,9 @@
-"""Traces each block that loops over a list of experts as its own operations around one op."""
+"""Traces each block that computes experts as its own operations around one op."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,12 +14,12 @@ from paged_attn.calling.left_as_it_was import replaced_forward
 from paged_attn.engine.tracing.experts_as_ops import kind_of
 from paged_attn.engine.tracing.experts_layout import MovableWeights, is_hooked
 from paged_attn.engine.tracing.looping.calls import BlockCall, NotProved, calls_of
+from paged_attn.engine.tracing.looping.product_weights import LISTS, holders_in
 from paged_attn.engine.tracing.looping.prove import ProvedBlock, proved_block
 from paged_attn.engine.tracing.looping.stacked_pair import holds_one_stack, pair_within
 from paged_attn.hashing.code_files import made_of
 
 logger = logging.getLogger("paged_attn")
-_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 @contextmanager
@@ -36,41 +36,85 @@ def looping_experts_as_ops(model: nn.Module, inputs: Callable[[int], dict[str, A
         ValueError: `backend` is unknown.
         UnsupportedError: it cannot compute a layer of this model.
     """
-    found = list(blocks_of(model))
-    calls = calls_of(model, [block for _, block, _ in found], inputs) if found else {}
-    weights = MovableWeights(model)
-    proved: dict[Any, ProvedBlock | NotProved] = {}
-    put: dict[str, str] = {}
+    lists, holders = list(blocks_of(model)), list(holders_in(model))
+    blocks = {block for _, block, _ in lists} | {module for around in holders for _, module in around}
+    finder = _Finder(backend, calls_of(model, [*blocks], inputs) if blocks else {}, MovableWeights(model))
     with ExitStack() as undo:
-        for name, block, experts in found:
-            call = calls[block]
-            try:
-                if isinstance(call, str):
-                    raise NotProved(call)
-                if hooked := hooked_within(block):
-                    raise NotProved(f"{hooked} has hooks or a forward of its own")
-                lie_stacked = all(map(holds_one_stack, experts))
-                if not lie_stacked:
-                    _refuse(weights.other_kind(weight for expert in experts for weight in expert.parameters()))
-                key = (kind_within(block), call)
-                known = proved.get(key)
-                if known is None:
-                    known = proved[key] = _attempt(block, experts, call, backend)
-                    if isinstance(known, ProvedBlock):
-                        what, by = known.mlp.spec.describe(), known.backend.describe()
-                        logger.info("%s (%s) is an op of %s, by %s", name, type(block).__name__, what, by)
-                if isinstance(known, NotProved):
-                    raise known
-                if not lie_stacked:
-                    _refuse(weights.shared(known.mlp.columns(experts)))
-            except NotProved as reason:
-                logger.info("%s (%s) stays as it is: %s", name, type(block).__name__, reason)
-                continue
-            undo.enter_context(replaced_forward(block, _emitter(block, experts, call, known)))
-            put[name] = known.program.code_name
-        blocks = [known for known in proved.values() if isinstance(known, ProvedBlock)]
-        undo.enter_context(made_of({file for each in blocks for file in each.files}, put.values()))
-        yield put
+        for name, block, experts in lists:
+            finder.attempt(name, block, experts, undo)
+        for around in holders:
+            holder = around[0][1]
+            for name, block in around:
+                if finder.is_left(name) and not hooked_within(holder):
+                    finder.attempt(name, block, (holder,), undo)
+        finder.say_what_stays()
+        undo.enter_context(made_of({file for each in finder.proved_blocks() for file in each.files}, finder.put.values()))
+        yield finder.put
+
+
+class _Finder:
+    """Replaces the forwards of blocks that are proved.
+
+    Attributes:
+        put: their paths, and the names of the code that stands in their places.
+    """
+
+    def __init__(self, backend: str, calls: Mapping[nn.Module, BlockCall | str], weights: MovableWeights) -> None:
+        self._backend, self._calls, self._weights = backend, calls, weights
+        self._proved: dict[Any, ProvedBlock | NotProved] = {}
+        self._reasons: dict[str, tuple[str, NotProved]] = {}
+        self.put: dict[str, str] = {}
+
+    def is_left(self, name: str) -> bool:
+        """Whether neither the block of that path, nor one in or around it, has been replaced."""
+        return not any(f"{name}.".startswith(f"{put}.") or f"{put}.".startswith(f"{name}.") for put in self.put)
+
+    def attempt(self, name: str, block: nn.Module, experts: Sequence[nn.Module], undo: ExitStack) -> None:
+        """Until `undo` is closed the block is replaced, if it is proved; else the reason is kept."""
+        try:
+            known = self._known(name, block, experts)
+        except NotProved as reason:
+            self._reasons.setdefault(name, (type(block).__name__, reason))
+            return
+        undo.enter_context(replaced_forward(block, _emitter(block, experts, self._call(block), known)))
+        self.put[name] = known.program.code_name
+
+    def _call(self, block: nn.Module) -> BlockCall:
+        call = self._calls[block]
+        if isinstance(call, str):
+            raise NotProved(call)
+        return call
+
+    def _known(self, name: str, block: nn.Module, experts: Sequence[nn.Module]) -> ProvedBlock:
+        call = self._call(block)
+        if hooked := hooked_within(block):
+            raise NotProved(f"{hooked} has hooks or a forward of its own")
+        if len(experts) > 1 and not all(map(holds_one_stack, experts)):
+            _refuse(self._weights.other_kind(weight for expert in experts for weight in expert.parameters()))
+        key = (kind_within(block), call, len(experts))
+        known = self._proved.get(key)
+        if known is None:
+            known = self._proved[key] = _attempt(block, experts, call, self._backend)
+            if isinstance(known, ProvedBlock):
+                what, by = known.mlp.spec.describe(), known.backend.describe()
+                logger.info("%s (%s) is an op of %s, by %s", name, type(block).__name__, what, by)
+        if isinstance(known, NotProved):
+            raise known
+        moved = [column for column in known.mlp.columns(experts) if len(column) > 1]
+        _refuse(self._weights.other_kind(weight for column in moved for weight in column))
+        _refuse(self._weights.shared(moved))
+        return known
+
+    def proved_blocks(self) -> list[ProvedBlock]:
+        return [known for known in self._proved.values() if isinstance(known, ProvedBlock)]
+
+    def say_what_stays(self) -> None:
+        """Of blocks around each other, the reason of the innermost that was tried first."""
+        said: list[str] = []
+        for name, (kind, reason) in self._reasons.items():
+            if self.is_left(name) and not any(f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in said):
+                said.append(name)
+                logger.info("%s (%s) stays as it is: %s", name, kind, reason)
 
 
 def _refuse(reason: str) -> None:
@@ -105,10 +149,10 @@ def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Modul
     A list that is called itself is the block; else it is the module that has the list. Or two modules with a stacked weight each.
     """
     for name, module in model.named_modules():
-        if name and isinstance(module, _LISTS) and type(module) not in _LISTS:
+        if name and isinstance(module, LISTS) and type(module) not in LISTS:
             lists = [tuple(module.children())]
-        elif name and not isinstance(module, _LISTS):
-            lists = [tuple(child.children()) for child in module.children() if type(child) in _LISTS]
+        elif name and not isinstance(module, LISTS):
+            lists = [tuple(child.children()) for child in module.children() if type(child) in LISTS]
         else:
             continue
         lists = [experts for experts in lists if _may_be_experts(experts)]

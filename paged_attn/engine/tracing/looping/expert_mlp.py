@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
+from paged_attn.calling.left_as_it_was import replaced_forward
 from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, agrees, known_gates
 from paged_attn.engine.tracing.experts_layout import Operands
 from paged_attn.engine.tracing.looping.calls import NotProved
@@ -56,10 +58,9 @@ class ExpertMLP:
         names = ("weight", "bias") if self.spec.has_bias else ("weight",)
         return [[getattr(linear, name) for linear in column] for name in names for column in self.linears(experts)]
 
-    def telling(
-        self, experts: Sequence[nn.Module], tape: Tape, fed: list[Tensor]
-    ) -> Iterator[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
-        """Forwards of experts that note in `fed` what they are given, and give rows with a one in their place."""
+    @contextmanager
+    def telling(self, experts: Sequence[nn.Module], tape: Tape, fed: list[Tensor]) -> Iterator[None]:
+        """Inside, experts note in `fed` what they are given, and give rows with a one in their place."""
         hidden = self.spec.hidden
 
         def teller(expert: int) -> Callable[[Tensor], Tensor]:
@@ -72,7 +73,10 @@ class ExpertMLP:
 
             return forward
 
-        yield from ((expert, teller(index)) for index, expert in enumerate(experts))
+        with ExitStack() as undo:
+            for index, expert in enumerate(experts):
+                undo.enter_context(replaced_forward(expert, teller(index)))
+            yield
 
 
 def expert_mlps(experts: Sequence[nn.Module]) -> list[ExpertMLP]:

@@ -17,6 +17,8 @@ from paged_attn.engine.tracing.looping.common_steps import Times
 from paged_attn.engine.tracing.looping.tape import Slot, Step, Tape, slots_in
 
 OPERANDS = ("w1", "w2", "b1", "b2")
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}  # what torch takes these classes for
+_WRITTEN = (bool, int, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PRODUCTS = ("linear", "matmul", "__matmul__", "mm", "addmm", "einsum")
 
 
@@ -164,6 +166,10 @@ class _Writer:
             if value.factor not in self._times:
                 self._times[value.factor] = self._graph.call_function(operator.mul, (self._tokens, value.factor))
             return self._times[value.factor]
+        if isinstance(value, type) and value in _DTYPES:
+            return _DTYPES[value]
+        if not isinstance(value, _WRITTEN):
+            raise NotProved(f"it gives a function of torch a {type(value).__name__}")
         return value
 
     def step(self, step: Step) -> None:

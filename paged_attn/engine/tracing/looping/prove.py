@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +14,15 @@ from torch import Tensor, nn
 from torch.fx.node import map_aggregate
 
 from paged_attn.attn_ops.errors import UnsupportedError, first_line
-from paged_attn.attn_ops.ops.experts import EXPERTS
+from paged_attn.attn_ops.ops.experts import EXPERTS, ONE_BY_ONE
 from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
-from paged_attn.calling.left_as_it_was import replaced_forward
-from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, agrees
+from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, agrees, loud
 from paged_attn.engine.tracing.experts_layout import Operands
 from paged_attn.engine.tracing.looping.calls import BlockCall, GivenTensor, NotProved
 from paged_attn.engine.tracing.looping.common_steps import TwoTapes
 from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP, expert_mlps
+from paged_attn.engine.tracing.looping.product_weights import ProductWeights, product_weights
 from paged_attn.engine.tracing.looping.program import Evaluation, ExpertsSite, Program, program_of
 from paged_attn.engine.tracing.looping.stacked_pair import StackedPair, stacked_pairs
 from paged_attn.engine.tracing.looping.tape import Slot, Tape
@@ -35,11 +36,14 @@ SPREADS = (1.0, 8.0, 0.02, 100.0)  # of the logits; the third leaves ties in 16 
 ROWS = (24, 3)
 
 
+Experts = ExpertMLP | StackedPair | ProductWeights
+
+
 @dataclass(frozen=True)
 class ProvedBlock:
     """What a block computes, and which backend computes its experts; `files`: whose code ran when that was found."""
 
-    mlp: ExpertMLP | StackedPair
+    mlp: Experts
     program: Program
     backend: ExpertsSelection
     files: frozenset[str]
@@ -48,32 +52,44 @@ class ProvedBlock:
 def proved_block(block: nn.Module, experts: Sequence[nn.Module], call: BlockCall, backend: str = "auto") -> ProvedBlock:
     """Proved for this block, and for all that differ from it in weights alone.
 
+    Args:
+        experts: a list of them; or two modules with a stacked weight each; or the one module that holds their weights.
+
     Raises:
         NotProved: it is not known what the block computes.
     """
     reason: NotProved | UnsupportedError | None = None
     with torch.no_grad():
-        kinds: list[ExpertMLP | StackedPair] = [*stacked_pairs(block, experts)]
-        for mlp in kinds or expert_mlps(experts):
+        for ways in _ways(block, experts, call):
             try:
-                return _proved_as(mlp, block, experts, call, backend)
+                return _proved_as(ways, block, experts, call, backend)
             except (NotProved, UnsupportedError) as error:  # the latter: its backend wants gate and up in the other order
-                if isinstance(error, NotProved) and not kinds:
+                if isinstance(error, NotProved) and isinstance(ways[0], ExpertMLP):
                     raise
                 reason = reason or error
     raise reason or NotProved("nothing is known that its experts may compute")
 
 
-def _proved_as(mlp: ExpertMLP | StackedPair, block: nn.Module, experts: Sequence[nn.Module], call: BlockCall, backend: str) -> ProvedBlock:
+def _ways(block: nn.Module, experts: Sequence[nn.Module], call: BlockCall) -> Iterator[Sequence[Experts]]:
+    """What the experts may be, in groups that differ in what stands between their products alone."""
+    if len(experts) == 1:
+        yield from product_weights(experts[0], {each.shape[-1] for each in call.tensors})
+    elif pairs := stacked_pairs(block, experts):
+        yield pairs
+    else:
+        yield from ([mlp] for mlp in expert_mlps(experts))
+
+
+def _proved_as(ways: Sequence[Experts], block: nn.Module, experts: Sequence[nn.Module], call: BlockCall, backend: str) -> ProvedBlock:
+    mlp = ways[0]
     operands = mlp.stacked(*mlp.linears(experts))
-    selection = select_experts(backend, ExpertsProblem.of(mlp.spec, operands[0]))
     if isinstance(mlp, ExpertMLP):
-        _check_each(experts, mlp, operands, selection.name)
+        _check_each(experts, mlp, operands, select_experts(backend, ExpertsProblem.of(mlp.spec, operands[0])).name)
     if mlp.spec.experts > mlp.spec.hidden:
         raise NotProved(f"it has {mlp.spec.experts} experts of rows of {mlp.spec.hidden}; known are at most as many as a row is wide")
     try:
-        proof = _Proof(block, experts, call, mlp, operands, selection.name)
-        return ProvedBlock(mlp, proof.program(), selection, frozenset(proof.files))
+        proof = _Proof(block, experts, call, ways, operands, backend)
+        return ProvedBlock(*proof.found(), frozenset(proof.files))
     except NOT_EXPERTS as error:
         raise NotProved(f"it cannot be called on rows alone: {first_line(error)}") from error
 
@@ -91,15 +107,17 @@ def _check_each(experts: Sequence[nn.Module], mlp: ExpertMLP, operands: Operands
 
 class _Proof:
     def __init__(
-        self, block: nn.Module, experts: Sequence[nn.Module], call: BlockCall, mlp: ExpertMLP | StackedPair, operands: Operands,
+        self, block: nn.Module, experts: Sequence[nn.Module], call: BlockCall, ways: Sequence[Experts], operands: Operands,
         backend: str,
     ) -> None:  # fmt: skip
-        self.block, self.experts, self.call, self.mlp, self.operands, self.backend = block, experts, call, mlp, operands, backend
+        self.block, self.experts, self.call, self.ways, self.operands, self.backend = block, experts, call, ways, operands, backend
+        self.mlp = ways[0]
         self.device = operands[0].device
         self.own: dict[str, Tensor] = {**dict(block.named_parameters()), **dict(block.named_buffers())}
         self.given = tuple(f"given {index}" for index in range(len(call.tensors)))
+        self.made: dict[float, list[Tensor]] = {}
 
-    def program(self) -> Program:
+    def found(self) -> tuple[Experts, Program, ExpertsSelection]:
         """Raises NotProved with the reason against the last site that was tried."""
         with no_collections(), executed_files() as self.files:  # otherwise code that the garbage collector runs would count as the block's
             tapes, outputs, fed = zip(*(self._recorded(tokens) for tokens in TOKENS), strict=True)
@@ -112,19 +130,46 @@ class _Proof:
         except ValueError as error:
             raise NotProved(f"what it returns depends on its data: {error}") from None
         reason = NotProved("what it returns is not a sum of its experts' rows of the tokens, by weights that stand in what it computes")
-        op = (*self.mlp.gating.arguments, self.backend)
         for count, site in enumerate(self._sites(tapes[0], torch.cat(fed[0]))):
             if count == MOST_TRIED:
                 break
             try:
                 refuse_other_branches(tapes[0], site)
-                program = program_of(tapes[0], common, site, self.given, self.call.tensors[0].axis, output, self.mlp.spec.experts, op)
+                part = functools.partial(
+                    program_of, tapes[0], common, site, self.given, self.call.tensors[0].axis, output, self.mlp.spec.experts
+                )
+                mlp, program, selection = self._with_gate(part)
                 self._check(program, tapes[0])
             except NotProved as error:
                 reason = error
                 continue
-            return program
+            return mlp, program, selection
         raise reason
+
+    def _with_gate(self, part: Callable[[Sequence[Any]], Program]) -> tuple[Experts, Program, ExpertsSelection]:
+        """Where what stands between the products is not known yet, it is the first that gives the block's numbers, also for large ones."""
+        reason: UnsupportedError | None = None
+        for mlp in self.ways:
+            if not isinstance(mlp, ExpertMLP):
+                tried = part((*mlp.gating.arguments, ONE_BY_ONE))
+                if not all(self._looks_right(mlp, tried, size) for size in (1.0, loud(self.operands[0]))):
+                    continue
+            try:
+                selection = select_experts(self.backend, ExpertsProblem.of(mlp.spec, *self.operands[:2]))
+            except UnsupportedError as error:
+                reason = reason or error
+                continue
+            return mlp, part((*mlp.gating.arguments, selection.name)), selection
+        raise reason or NotProved("its experts compute nothing that is known between their products")
+
+    def _looks_right(self, mlp: StackedPair | ProductWeights, program: Program, size: float) -> bool:
+        given = self._given(ROWS[0], seed=1)
+        with mlp.louder(self.experts, size):
+            if size not in self.made:
+                self.made[size] = _tensors(_plain(self.call.call(self.block, [each.clone() for each in given])))
+            operands = mlp.stacked(*mlp.linears(self.experts))
+            got = _tensors(program.gm(*given, *(self.own[name] for name in program.owned), *operands))
+        return all(agrees(*pair) for pair in zip(self.made[size], got, strict=True) if pair[0].is_floating_point())
 
     def _recorded(self, tokens: int) -> tuple[Tape, Any, list[Tensor]]:
         """A tape with experts that give rows with a one in their place, what the block returns, and the rows that experts were given."""
@@ -136,14 +181,12 @@ class _Proof:
 
     def _told(self, tape: Tape, given: Sequence[Tensor], fed: list[Tensor]) -> Any:
         """What the block returns with experts that give rows with a one in their place."""
-        with ExitStack() as undo:
-            for module, forward in self.mlp.telling(self.experts, tape, fed):
-                undo.enter_context(replaced_forward(module, forward))
-            with tape:
-                return self.call.call(self.block, given)
+        with self.mlp.telling(self.experts, tape, fed) as mode, tape, mode or nullcontext():
+            return self.call.call(self.block, given)
 
     def _sites(self, tape: Tape, fed: Tensor) -> Iterator[ExpertsSite]:
         """Where experts may stand, the last sum first."""
+        fed = fed[fed.any(1)]  # rows of zeros fill an expert's places that no token has
         tokens, count = TOKENS[0], self.mlp.spec.experts
         fixed = [(Slot(index), value) for index, value in enumerate(tape.values) if Slot(index) not in tape.tainted]
         rows = [(slot, _rows(value, tokens)) for slot, value in fixed if tape.origin[slot.index] is not None]

@@ -5,7 +5,8 @@ How such a module is told which rows belong to which expert does not matter: it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
+from paged_attn.calling.left_as_it_was import replaced_forward
 from paged_attn.engine.tracing.experts_as_ops import known_gates
 from paged_attn.engine.tracing.experts_layout import Operands, is_stacked
+from paged_attn.engine.tracing.looping.product_weights import instead
 from paged_attn.engine.tracing.looping.tape import Tape
 
 
@@ -38,10 +41,17 @@ class StackedPair:
         """The parameters of each operand."""
         return [[_weight(module)] for module in experts]
 
-    def telling(self, experts: Sequence[nn.Module], tape: Tape, fed: list[Tensor]) -> Iterator[tuple[nn.Module, Callable[..., Tensor]]]:
-        """Forwards of both modules: the first notes in `fed` what it is given, the second gives rows with a one in their expert's place."""
+    @contextmanager
+    def louder(self, experts: Sequence[nn.Module], size: float) -> Iterator[None]:
+        """Inside, the first product is so much larger."""
+        with instead([(experts[0], _name(experts[0]), lambda weight: weight * size)]):
+            yield
+
+    @contextmanager
+    def telling(self, experts: Sequence[nn.Module], tape: Tape, fed: list[Tensor]) -> Iterator[None]:
+        """Inside, the first module notes in `fed` what it is given, the second gives rows with a one in their expert's place."""
         first, second = experts
-        compute, (name, weight), hidden = second.forward, next(second.named_parameters()), self.spec.hidden
+        compute, hidden = second.forward, self.spec.hidden
 
         def note(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             with tape.expert() as taken:
@@ -49,18 +59,18 @@ class StackedPair:
                 return taken(rows.new_zeros((*rows.shape[:-1], _weight(first).shape[1])))
 
         def tell(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            with tape.expert() as taken:
-                own = torch.zeros_like(weight)
-                expert = torch.arange(len(own), device=own.device)
-                own[expert, expert, 0] = 1.0
-                before = second._parameters[name]
-                second._parameters[name] = nn.Parameter(own, requires_grad=False)
-                try:
-                    return taken(compute(torch.ones_like(rows), *args, **kwargs))
-                finally:
-                    second._parameters[name] = before
+            with tape.expert() as taken, instead([(second, _name(second), _one_in_place)]):
+                return taken(compute(torch.ones_like(rows), *args, **kwargs))
 
-        yield from ((first, note), (second, tell))
+        with replaced_forward(first, note), replaced_forward(second, tell):
+            yield
+
+
+def _one_in_place(weight: Tensor) -> Tensor:
+    own = torch.zeros_like(weight)
+    expert = torch.arange(len(own), device=own.device)
+    own[expert, expert, 0] = 1.0
+    return own
 
 
 def stacked_pairs(block: nn.Module, experts: Sequence[nn.Module]) -> list[StackedPair]:
@@ -88,6 +98,10 @@ def holds_one_stack(module: nn.Module) -> bool:
     """Whether a stacked weight is the one tensor that it has."""
     tensors = [*module.parameters(), *module.buffers()]
     return len(tensors) == 1 and len(module._parameters) == 1 and is_stacked(tensors[0])
+
+
+def _name(module: nn.Module) -> str:
+    return next(iter(module._parameters))
 
 
 def _weight(module: nn.Module) -> Any:
