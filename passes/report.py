@@ -56,6 +56,7 @@ class Rewrite:
     counts: Counter[str] = field(default_factory=Counter)  # by name, from passes that count what they did; see `GraphPass.did`
     merges: tuple[Merge, ...] = ()
     experts: dict[str, int] = field(default_factory=dict)  # number of expert layers that became one op, by backend
+    as_written: dict[str, str] = field(default_factory=dict)  # blocks of experts that are no op, by path: their classes, and why
     experts_per_choice: int = 0  # number of experts / experts chosen per token, maximum over layers
     max_positions: int | None = None  # the longest sequence that the graph can run; None if it shows no limit
     evaluated: tuple[int, ...] = ()  # indices of the inputs whose values the proofs read

@@ -57,6 +57,7 @@ def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors)
         "numbers": {name: getattr(found, name) for name in _NUMBERS},
         "counts": found.counts,
         "experts": found.experts,
+        "as_written": found.as_written,
         "evaluated": list(found.evaluated),
         "baked": list(found.baked),
         "pieces": None if compiled.pieces is None else [asdict(piece) for piece in compiled.pieces.kept or ()],
@@ -105,7 +106,8 @@ def _found(record: Data, gm: fx.GraphModule) -> Rewrite:
     return Rewrite(
         CallForm("T", roles, "", record["max_tokens"], record["min_tokens"]), gm, [_layer(layer) for layer in record["layers"]],
         merges=tuple(Merge(tuple(inputs), tuple(rows)) for inputs, rows in record["merges"]),
-        experts=dict(record["experts"]), evaluated=tuple(record["evaluated"]), baked=tuple(record["baked"]), traced=dict(record["traced"]),
+        experts=dict(record["experts"]), as_written=dict(record["as_written"]),
+        evaluated=tuple(record["evaluated"]), baked=tuple(record["baked"]), traced=dict(record["traced"]),
         modules=dict(record["modules"]), counts=Counter(record["counts"]),
         **{name: record["numbers"][name] for name in _NUMBERS},
     )  # fmt: skip

@@ -56,6 +56,7 @@ class GraphExplanation:
 
     breaks: how often each op runs between pieces, in the order of the graph.
     besides: what optional passes did.
+    as_written: experts that are no op: their modules as in `EqualLayers`, their class, and why.
     """
 
     layers: tuple[EqualLayers, ...]
@@ -69,6 +70,7 @@ class GraphExplanation:
     compiled: PieceReport | None = None
     breaks: dict[str, int] = field(default_factory=dict)
     besides: tuple[str, ...] = ()
+    as_written: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -89,6 +91,7 @@ class GraphExplanation:
             compiled=graph.pieces,
             breaks=dict(Counter(graph.split.ops)) if graph.split is not None else {},
             besides=besides(found),
+            as_written=as_written(found),
         )
 
     @classmethod
@@ -145,6 +148,7 @@ class Explanation:
                 *([f"  compiled     {graph.compiled.describe()}"] if graph.compiled is not None else []),
                 f"  graph nodes  {graph.nodes_before} before, {graph.nodes_after} after",
                 *([f"  besides      {', '.join(graph.besides)}"] if graph.besides else []),
+                *(f"  as written   {each}" for each in graph.as_written),
                 f"  passes       {total:.3f} s: {passes}",
             ]
         lines.append(f"  backend      {self.backend_reason}")
@@ -227,3 +231,14 @@ def besides(found: Rewrite) -> tuple[str, ...]:
     if found.merges:
         done["merge_linears"] = [f"{sum(len(merge.inputs) for merge in found.merges)} weights merged into {len(found.merges)}"]
     return tuple(words for each in PASSES for words in done.get(each.name, ()) if each.optional)
+
+
+def as_written(found: Rewrite) -> tuple[str, ...]:
+    """Blocks of experts that run as the model writes them, those with the same reason together."""
+    paths: dict[str, list[str]] = {}
+    for path, why in found.as_written.items():
+        paths.setdefault(why, []).append(path)
+    return tuple(
+        f"{_modules(together)} ({kind}) is no op of experts: {why}"
+        for (kind, _, why), together in ((reason.partition(": "), each) for reason, each in paths.items())
+    )

@@ -30,6 +30,7 @@ from paged_attn.passes.fx.graph_tools import (
     name_of,
     remove_dead_code,
     sizes_of,
+    symbol,
     value_of,
     writers_of,
     written_values,
@@ -73,8 +74,13 @@ def fuse_routing(graph: fx.Graph, values: Values) -> int:
 
 
 class RouterRegion(NamedTuple):
-    """Nodes in graph order, from logits [T, E] and an optional bias [E] to weights and ids [T, k]; `of_type`: outside tensors of which only
-    the dtype is read; `readers`: the nodes that take weights or ids, such as the experts."""
+    """Nodes in graph order, from logits [T, E] and an optional bias [E] to weights and ids [T, k].
+
+    Attributes:
+        of_type: outside tensors of which only the dtype is read.
+        sizes: numbers made from the number of rows.
+        readers: the nodes that take weights or ids, such as the experts.
+    """
 
     nodes: list[fx.Node]
     logits: fx.Node
@@ -82,6 +88,7 @@ class RouterRegion(NamedTuple):
     weights: fx.Node
     ids: fx.Node
     of_type: frozenset[fx.Node]
+    sizes: frozenset[fx.Node]
     readers: list[fx.Node]
 
 
@@ -93,10 +100,13 @@ def region_of(experts: fx.Node, inputs: Container[fx.Node], writers: Writers) ->
     of_inputs = _weights_of_inputs(experts.args[0], ids, weights)
     if of_inputs is not None:
         ids, weights = of_inputs
-    found, pending, leaves, of_type = set[fx.Node](), [ids, weights], set[fx.Node](), set[fx.Node]()
+    found, pending, leaves, of_type, sizes = set[fx.Node](), [ids, weights], set[fx.Node](), set[fx.Node](), set[fx.Node]()
     while pending:
         node = pending.pop()
-        if node in found or node in leaves:
+        if node in found or node in leaves or node in sizes:
+            continue
+        if isinstance(value_of(node), torch.SymInt):
+            sizes.add(node)
             continue
         if node in inputs or _is_product(node) or (_is_matrix(node) and not _is_matrix(node.args[0]) and _is_product(behind_views(node))):
             leaves.add(node)
@@ -115,9 +125,13 @@ def region_of(experts: fx.Node, inputs: Container[fx.Node], writers: Writers) ->
     own = all(written_values(node) <= found for node in found)
     if len(bias) > 1 or len(logits) + len(bias) != len(leaves) or not own:
         return None
+    rows = symbol(sizes_of(logits[0])[0])
+    if any(getattr(symbol(value_of(node)), "free_symbols", set()) - {rows} for node in sizes):
+        return None
+    other = frozenset(of_type - found - leaves - sizes)
     # Where the order of a token's experts may show, other nodes keep the model's ids and weights.
     readers = [reader, experts] if of_inputs is None else sorted({*ids.users, *weights.users} - found)
-    return RouterRegion(sorted(found), logits[0], bias[0] if bias else None, weights, ids, frozenset(of_type - found - leaves), readers)
+    return RouterRegion(sorted(found), logits[0], bias[0] if bias else None, weights, ids, other, frozenset(sizes), readers)
 
 
 def _weights_of_inputs(rows: Any, ids: fx.Node, of_outputs: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -177,7 +191,11 @@ def _probe(region: RouterRegion, rows: int, spread: float) -> tuple[Tensor, Tens
 
 
 def _evaluated(region: RouterRegion, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    given = {region.logits: logits}
+    given: dict[fx.Node, Any] = {region.logits: logits}
+    rows = symbol(sizes_of(region.logits)[0])
+    for node in region.sizes:
+        number = symbol(value_of(node))
+        given[node] = number if isinstance(number, int) else int(number.subs(rows, len(logits)))
     if region.bias is not None and bias is not None:
         given[region.bias] = bias
     given |= {node: logits.new_empty(0, dtype=value_of(node).dtype) for node in region.of_type}

@@ -47,6 +47,7 @@ from paged_attn.passes.find.attention_site import UnknownAttention
 from paged_attn.passes.fx.model_facts import max_positions
 from paged_attn.passes.positions.independent_rows import FixedParts, MixesRows
 from paged_attn.passes.prove.mask_probe import ShortTable
+from paged_attn.passes.report import Rewrite
 from paged_attn.stopwatch import part
 
 logger = logging.getLogger("paged_attn")
@@ -99,7 +100,9 @@ def _capture_with_workarounds(
     while True:
         try:
             with workarounds.applied():
-                return _capture_all_lengths(model, options, positions)
+                compiled, args = _capture_all_lengths(model, options, positions)
+                compiled.rewrite.as_written = workarounds.experts_as_written(compiled.rewrite)
+                return compiled, args
         except UnsupportedError as refusal:
             if not workarounds.add_for(refusal):
                 raise
@@ -113,6 +116,7 @@ class Workarounds:
         on_all: modules that run whole on all tokens of a request.
         unknown: custom ops that run by themselves, because torch knows too little of them; None until one is met.
         blocks: names of loops over experts that were made ops, and of their code; find_experts: whether experts are.
+        left: blocks of experts that stay as they are, and why; modules_of_experts: how many other modules were made ops.
     """
 
     def __init__(
@@ -122,6 +126,8 @@ class Workarounds:
         self.opaque: dict[type[nn.Module], str] = {}
         self.unknown: OpsWithoutFakes | None = None
         self.blocks: Mapping[str, str] = {}
+        self.left: dict[str, str] = {}
+        self.modules_of_experts = 0
         self.find_experts = "experts" in options.passes
 
     def inputs(self, length: int) -> dict[str, Any]:
@@ -132,15 +138,19 @@ class Workarounds:
         model, backend = self.model, self.options.experts_backend
         with ExitStack() as stack:
             stack.enter_context(as_served(model))
-            self.blocks = {}
+            self.blocks, self.modules_of_experts, self.left = {}, 0, {}
             if self.find_experts:
-                stack.enter_context(experts_as_ops(model, backend))
-                self.blocks = stack.enter_context(looping_experts_as_ops(model, self.inputs, backend))
+                self.modules_of_experts = stack.enter_context(experts_as_ops(model, backend))
+                self.blocks = stack.enter_context(looping_experts_as_ops(model, self.inputs, backend, self.left))
             stack.enter_context(modules_as_ops(model, self.opaque, self.inputs))
             if self.unknown is not None:
                 stack.enter_context(self.unknown.told())
             stack.enter_context(on_all_tokens(model, self.on_all))
             yield
+
+    def experts_as_written(self, rewrite: Rewrite) -> dict[str, str]:
+        """What `left` is, unless a pass found more experts in the graph: those may be the same ones."""
+        return self.left if sum(rewrite.experts.values()) <= self.modules_of_experts + len(self.blocks) else {}
 
     def add_for(self, refusal: UnsupportedError) -> bool:
         """Add what the refusal of a trace calls for; False if nothing is known against it."""

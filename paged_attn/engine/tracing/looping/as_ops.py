@@ -13,7 +13,7 @@ from torch import nn
 from paged_attn.calling.left_as_it_was import replaced_forward
 from paged_attn.engine.tracing.experts_as_ops import kind_of
 from paged_attn.engine.tracing.experts_layout import MovableWeights, is_hooked
-from paged_attn.engine.tracing.looping.calls import BlockCall, NotProved, calls_of
+from paged_attn.engine.tracing.looping.calls import BlockCall, NotProved, OtherCall, calls_of
 from paged_attn.engine.tracing.looping.product_weights import LISTS, holders_in
 from paged_attn.engine.tracing.looping.prove import ProvedBlock, proved_block
 from paged_attn.engine.tracing.looping.stacked_pair import holds_one_stack, pair_within
@@ -23,7 +23,9 @@ logger = logging.getLogger("paged_attn")
 
 
 @contextmanager
-def looping_experts_as_ops(model: nn.Module, inputs: Callable[[int], dict[str, Any]], backend: str = "auto") -> Iterator[dict[str, str]]:
+def looping_experts_as_ops(
+    model: nn.Module, inputs: Callable[[int], dict[str, Any]], backend: str = "auto", left: dict[str, str] | None = None
+) -> Iterator[dict[str, str]]:
     """Inside, while torch.compile traces, every block that is proved takes its experts' weights stacked.
 
     The value has their paths, and the names of the code that stands in their places.
@@ -31,6 +33,7 @@ def looping_experts_as_ops(model: nn.Module, inputs: Callable[[int], dict[str, A
 
     Args:
         inputs: those of a call of the model with so many tokens.
+        left: is told of the blocks that stay as they are: by path, what they are and why.
 
     Raises:
         ValueError: `backend` is unknown.
@@ -47,7 +50,11 @@ def looping_experts_as_ops(model: nn.Module, inputs: Callable[[int], dict[str, A
             for name, block in around:
                 if finder.is_left(name) and not hooked_within(holder):
                     finder.attempt(name, block, (holder,), undo)
-        finder.say_what_stays()
+        stay = finder.left()
+        for name, (kind, reason) in stay.items():
+            logger.info("%s (%s) stays as it is: %s", name, kind, reason)
+        if left is not None:
+            left.update({name: f"{kind}: {reason}" for name, (kind, reason) in stay.items()})
         undo.enter_context(made_of({file for each in finder.proved_blocks() for file in each.files}, finder.put.values()))
         yield finder.put
 
@@ -67,7 +74,7 @@ class _Finder:
 
     def is_left(self, name: str) -> bool:
         """Whether neither the block of that path, nor one in or around it, has been replaced."""
-        return not any(f"{name}.".startswith(f"{put}.") or f"{put}.".startswith(f"{name}.") for put in self.put)
+        return not any(_around(put, name) for put in self.put)
 
     def attempt(self, name: str, block: nn.Module, experts: Sequence[nn.Module], undo: ExitStack) -> None:
         """Until `undo` is closed the block is replaced, if it is proved; else the reason is kept."""
@@ -82,7 +89,7 @@ class _Finder:
     def _call(self, block: nn.Module) -> BlockCall:
         call = self._calls[block]
         if isinstance(call, str):
-            raise NotProved(call)
+            raise OtherCall(call)
         return call
 
     def _known(self, name: str, block: nn.Module, experts: Sequence[nn.Module]) -> ProvedBlock:
@@ -108,13 +115,17 @@ class _Finder:
     def proved_blocks(self) -> list[ProvedBlock]:
         return [known for known in self._proved.values() if isinstance(known, ProvedBlock)]
 
-    def say_what_stays(self) -> None:
-        """Of blocks around each other, the reason of the innermost that was tried first."""
-        said: list[str] = []
-        for name, (kind, reason) in self._reasons.items():
-            if self.is_left(name) and not any(f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in said):
-                said.append(name)
-                logger.info("%s (%s) stays as it is: %s", name, kind, reason)
+    def left(self) -> dict[str, tuple[str, NotProved]]:
+        """Blocks that stay as they are, their classes and the reasons. Of blocks around each other it is the first that could be tried."""
+        found: dict[str, tuple[str, NotProved]] = {}
+        for name, known in sorted(self._reasons.items(), key=lambda each: isinstance(each[1][1], OtherCall)):
+            if self.is_left(name) and not any(_around(one, name) for one in found):
+                found[name] = known
+        return {name: found[name] for name in self._reasons if name in found}
+
+
+def _around(one: str, other: str) -> bool:
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def _refuse(reason: str) -> None:

@@ -18,6 +18,10 @@ class NotProved(Exception):
     """Something about a block of experts that is not known, in words that follow its name."""
 
 
+class OtherCall(NotProved):
+    """It is not known how a block is called."""
+
+
 @dataclass(frozen=True)
 class CallForm:
     """How a module is called: the names of its tensors in order (None for positional ones), and what else it is given, by name."""

@@ -219,7 +219,8 @@ def may_hold_experts(module: nn.Module) -> bool:
 def _stacks(module: nn.Module) -> Iterator[tuple[list[Stack], list[Stack]]]:
     """Two or three weights of all experts, and their biases or none, in the same order."""
     near = [("", module), *((f"{name}.", child) for name, child in module.named_children())]
-    owned = {f"{path}{name}": weight for path, part in near for name, weight in part._parameters.items() if weight is not None}
+    own = [(path, part) for path, part in near if not type(part).__module__.startswith("torch.nn")]  # a convolution's has three dims, too
+    owned = {f"{path}{name}": weight for path, part in own for name, weight in part._parameters.items() if weight is not None}
     whole = {path: weight for path, weight in owned.items() if is_stacked(weight)}
     if len(whole) in (2, 3) and len({len(weight) for weight in whole.values()}) == 1:
         matrices = [Stack((path,), len(weight), tuple(weight.shape[1:])) for path, weight in whole.items()]

@@ -28,7 +28,7 @@ class ExpertsSite:
 
     Attributes:
         x, ids, weights: slots of the tokens [.., H], of the chosen experts [.., k], and of their weights [.., k], or of all experts'
-            weights [.., E] if `of_all`.
+            weights [.., E] if `of_all`; `some`: other ids stand for no expert.
         total: of what the experts add up to [.., H]; `step`: after which it is that.
     """
 
@@ -36,6 +36,7 @@ class ExpertsSite:
     ids: Slot
     weights: Slot
     of_all: bool
+    some: bool
     total: Slot
     step: int
 
@@ -189,7 +190,10 @@ class _Writer:
             return call("reshape", (self._nodes[slot], -1, width))
 
         ids = rows(site.ids, chosen)
-        weights = call("gather", (rows(site.weights, experts), 1, ids)) if site.of_all else rows(site.weights, chosen)
+        if site.some:
+            ids = call("masked_fill", (ids, self._graph.call_function(operator.lt, (ids, 0)), experts))
+        known = call("clamp", (ids, 0, experts - 1)) if site.some else ids
+        weights = call("gather", (rows(site.weights, experts), 1, known)) if site.of_all else rows(site.weights, chosen)
         total = self._graph.call_function(EXPERTS, (rows(site.x, hidden), ids, weights, *operands, *op))
         if values[site.total.index].dtype != x.dtype:
             total = call("to", (total, values[site.total.index].dtype))
@@ -232,6 +236,7 @@ class Evaluation(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if self._told and target is EXPERTS:
-            x, ids, weights = args[:3]
-            return torch.zeros_like(x).scatter_add_(1, ids, weights.to(x.dtype))
+            x, ids, weights, w1 = args[:4]
+            counted = weights.to(x.dtype) * (ids < len(w1))
+            return torch.zeros_like(x).scatter_add_(1, ids.clamp(max=len(w1) - 1), counted)
         return super().call_function(target, args, kwargs)

@@ -202,10 +202,11 @@ class _Proof:
             if not says.any() or says[:, count:].any():
                 continue
             for (chosen, of_token), (weight, values) in itertools.product(ids, weights):
-                if values.shape == of_token.shape and _fits(says, of_token, values):
-                    yield ExpertsSite(x, chosen, weight, False, total, step)
-                elif values.shape[1] == count and _fits(says, of_token, values.gather(1, of_token)):
-                    yield ExpertsSite(x, chosen, weight, True, total, step)
+                some = not bool(_is_expert(of_token, count).all())
+                if values.shape == of_token.shape and _fits(says, of_token, values, count):
+                    yield ExpertsSite(x, chosen, weight, False, some, total, step)
+                elif values.shape[1] == count and _fits(says, of_token, values.gather(1, of_token.clamp(0, count - 1)), count):
+                    yield ExpertsSite(x, chosen, weight, True, some, total, step)
 
     def _check(self, program: Program, tape: Tape) -> None:
         """The block itself beside its program: ragged loads, experts that get nothing, one that gets every token, ties."""
@@ -310,17 +311,24 @@ def _holds(value: Tensor, fed: Tensor) -> bool:
 
 
 def _are_ids(value: Tensor, experts: int) -> bool:
-    if value.dtype != torch.int64 or value.shape[1] > experts or (value < 0).any() or (value >= experts).any():
+    """Whether these may be ids of experts, different ones for a token; others (-1) stand for none."""
+    if value.dtype != torch.int64 or value.shape[1] > experts:
         return False
     ordered = value.sort(1).values
-    return not bool((ordered[:, 1:] == ordered[:, :-1]).any())
+    same = (ordered[:, 1:] == ordered[:, :-1]) & _is_expert(ordered[:, 1:], experts)
+    return bool(_is_expert(value, experts).any()) and not bool(same.any())
 
 
-def _fits(says: Tensor, ids: Tensor, weights: Tensor) -> bool:
+def _is_expert(ids: Tensor, experts: int) -> Tensor:
+    return (ids >= 0) & (ids < experts)
+
+
+def _fits(says: Tensor, ids: Tensor, weights: Tensor, experts: int) -> bool:
     """Whether what experts said of themselves, [T, H] with a weight in each expert's place, are these weights, but for rounding."""
     if weights.shape != ids.shape:
         return False
-    expected = torch.zeros(says.shape, dtype=torch.float64, device=says.device).scatter_(1, ids, weights.double())
+    expected = torch.zeros(says.shape, dtype=torch.float64, device=says.device)
+    expected.scatter_add_(1, ids.clamp(0, experts - 1), weights.double() * _is_expert(ids, experts))
     limit = 4 * torch.finfo(says.dtype).eps
     return bool(torch.allclose(says.double(), expected, rtol=limit, atol=limit * 1e-2))
 

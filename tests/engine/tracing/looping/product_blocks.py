@@ -235,3 +235,19 @@ class Dispatched(Routed):
         parts = torch.einsum("tep,th->eph", sent.to(x.dtype), rows)
         made = torch.cat([expert(part) for expert, part in zip(self.experts, parts.chunk(COUNT), strict=True)])
         return torch.einsum("tep,eph->th", of_all[..., None] * sent, made).view_as(x)
+
+
+class Unsure(Routed):
+    """Tokens take no expert (-1) whose score is low."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(OwnLinears() for _ in range(COUNT))
+
+    def choose(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = super().choose(rows)
+        return weights, ids.masked_fill(weights < 0.4, -1)
+
+    def one(self, rows: Tensor, index: int) -> Tensor:
+        made: Tensor = self.experts[index](rows)
+        return made

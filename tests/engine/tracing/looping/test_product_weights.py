@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paged_attn import LLM, SamplingParams
+from paged_attn import LLM, SamplingParams, explain
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.module import MODULE
 from tests.engine.tracing.looping import product_blocks as blocks
 from tests.engine.tracing.looping.blocks import EXPERTS as COUNT
 from tests.engine.tracing.looping.blocks import HIDDEN, Model, greedy
+from tests.engine.tracing.looping.product_blocks import Dense
 from tests.engine.tracing.looping.test_stacked_pair import Pair
 from tests.oracle import random_prompts
 
@@ -23,7 +25,7 @@ GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True)
 PROMPTS = random_prompts((1, 5, 17, 33))
 PROVED = [
     "ThreeById", "OwnStacks", "SortedRows", "CalledWithWeights", "ParallelLists", "Gathered", "Dense", "ListOfOwnLinears",
-    "CalledWithTheirWeights", "Dispatched",
+    "CalledWithTheirWeights", "Dispatched", "Unsure",
 ]  # fmt: skip
 
 
@@ -113,7 +115,28 @@ def test_what_computes_something_else_stays_as_it_is(kind: str, caplog: pytest.L
     with caplog.at_level(logging.INFO, "paged_attn"), LLM(model, num_pages=64, max_batch_tokens=16) as llm:
         assert ops(llm, EXPERTS) == 0
         assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [greedy(model, prompt, 8) for prompt in PROMPTS]
+        assert "\n  as written   blocks.{0-1} (" in explain(llm)
     assert "blocks.0 (" in caplog.text and "stays as it is: " in caplog.text
+
+
+def test_explain_says_why_also_of_a_graph_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_ATTN_CACHE", str(tmp_path))
+    why = "its experts compute nothing that is known between their products"
+    for loaded in (False, True):
+        with LLM(Model(WithCosine).eval(), num_pages=64) as llm:
+            assert ("loaded from disk" in llm.engine.runner.compiled.rewrite.seconds) == loaded
+            assert f"\n  as written   blocks.{{0-1}} (WithCosine) is no op of experts: {why}\n" in explain(llm)
+
+
+class WithCosine(Dense):
+    """Its gate is none that is known; nothing in it branches on data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weights, ids = self.choose(rows)
+        of_all = torch.zeros_like(self.gate(rows)).scatter(1, ids, weights)
+        gate, up = torch.matmul(rows, self.gate_up).chunk(2, -1)
+        return torch.einsum("eth,te->th", torch.cos(gate) * up @ self.down, of_all).view_as(x)
 
 
 def test_weights_that_two_layers_share_stay_where_they_are() -> None:

@@ -14,6 +14,7 @@ from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.routing import ROUTE
 from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.attn_ops.specs.routing import Routing
+from paged_attn.passes.fx.graph_tools import as_traced
 from paged_attn.passes.optimize.routing import fuse_routing
 from tests.passes.graphs import VOCAB, Traced, copied, trace
 
@@ -65,6 +66,20 @@ def in_groups(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return (weights * 2.5).type_as(logits), ids
 
 
+def in_groups_by_sizes(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, with the number of rows written out."""
+    rows = logits.shape[0]
+    scores = logits.float().sigmoid()
+    choice = scores.view(rows, -1) + bias
+    worth = choice.view(rows, 4, 3).topk(2, dim=-1)[0].sum(-1)
+    mask = torch.zeros_like(worth).scatter_(1, worth.topk(2, dim=-1, sorted=False)[1], 1)
+    mask = mask.unsqueeze(-1).expand(-1, 4, 3).reshape(rows, -1)
+    ids = choice.masked_fill(~mask.bool(), float("-inf")).topk(3, dim=-1, sorted=False)[1]
+    weights = scores.gather(1, ids)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return (weights * 2.5).type_as(logits), ids
+
+
 def biased_in_its_own_type(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """In 16 bits it chooses other experts than in float32."""
     scores = logits.sigmoid()
@@ -83,6 +98,7 @@ KNOWN: dict[Router, Routing] = {
     softmax_first: Routing(3, renormalise=True),
     softmax_of_the_chosen: Routing(2, "none", "softmax"),
     in_groups: Routing(3, "sigmoid", "none", 4, 2, 2, renormalise=True, eps=1e-20, scale=2.5),
+    in_groups_by_sizes: Routing(3, "sigmoid", "none", 4, 2, 2, renormalise=True, eps=1e-20, scale=2.5),
     biased_in_its_own_type: Routing(5, "sigmoid", renormalise=True, eps=1e-6),
 }
 
@@ -90,6 +106,18 @@ KNOWN: dict[Router, Routing] = {
 def squared(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     weights, ids = logits.softmax(-1).topk(2)
     return weights * weights, ids
+
+
+def with_a_capacity(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Only the first 100 tokens of an expert count."""
+    weights, ids = logits.softmax(-1).topk(2)
+    counted = torch.zeros_like(logits).scatter(1, ids, 1.0).cumsum(0).gather(1, ids)
+    return weights * (counted <= 100), ids
+
+
+def by_the_number_of_rows(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = logits.softmax(-1).topk(2)
+    return weights * (logits.shape[0] // 20 + 1), ids
 
 
 def the_worst(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +148,8 @@ def fused(module: nn.Module) -> tuple[fx.Graph, int, Any, Any]:
         count = fuse_routing(gm.graph, values)
         gm.graph.lint()
         gm.recompile()
-        return gm.graph, count, gm(*traced.args), traced.gm(*traced.args)
+        args = [as_traced(each) for each in traced.args]
+        return gm.graph, count, gm(*args), traced.gm(*args)
 
     result: tuple[fx.Graph, int, Any, Any] = trace(module, work).result
     return result
@@ -133,7 +162,7 @@ def test_a_router_is_one_op(router: Router, dtype: torch.dtype) -> None:
     (route,) = [node for node in graph.nodes if node.target is ROUTE]
     assert count == 1 and not any(name in str(node.target) for node in graph.nodes for name in ("topk", "sort", "softmax", "sigmoid"))
     known = replace(KNOWN[router], rounded=router is biased_in_its_own_type and dtype == torch.bfloat16)
-    assert Routing(*route.args[3:]) == known and (route.args[1] is not None) == (router in (in_groups, biased_in_its_own_type))
+    assert Routing(*route.args[3:]) == known and (route.args[1] is not None) == (router not in (softmax_first, softmax_of_the_chosen))
     # The model rounds these weights to 16 bits three times, the op once; their products with experts cancel.
     torch.testing.assert_close(given, expected, **({"rtol": 0.016, "atol": 0.03} if known.rounded else {}))
 
@@ -177,7 +206,9 @@ def test_a_router_that_scales_the_inputs_is_one_op(top_k: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(
-    "router", [by_sorting, squared, the_worst, biased_weights, limited, of_two_tokens], ids=lambda router: router.__name__
+    "router",
+    [by_sorting, squared, the_worst, biased_weights, limited, of_two_tokens, with_a_capacity, by_the_number_of_rows],
+    ids=lambda router: router.__name__,
 )
 def test_what_no_routing_gives_the_numbers_of_stays(router: Router) -> None:
     graph, count, given, expected = fused(Experts(router))
