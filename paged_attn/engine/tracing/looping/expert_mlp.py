@@ -17,6 +17,7 @@ from paged_attn.calling.left_as_it_was import replaced_forward
 from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, agrees, known_gates
 from paged_attn.engine.tracing.experts_layout import Operands
 from paged_attn.engine.tracing.looping.calls import NotProved
+from paged_attn.engine.tracing.looping.product_weights import instead, scaled
 from paged_attn.engine.tracing.looping.tape import Tape
 
 SIZES = (0.3, 1.0, 3.0, 10.0)  # scales of the activation's input
@@ -57,6 +58,13 @@ class ExpertMLP:
         """The parameters of each operand, in the order in which they lie there."""
         names = ("weight", "bias") if self.spec.has_bias else ("weight",)
         return [[getattr(linear, name) for linear in column] for name in names for column in self.linears(experts)]
+
+    @contextmanager
+    def louder(self, experts: Sequence[nn.Module], size: float) -> Iterator[None]:
+        """Inside, first products are so much larger."""
+        first, _ = self.linears(experts)
+        with instead([(linear, name, scaled(size)) for linear in first for name, _ in linear.named_parameters()]):
+            yield
 
     @contextmanager
     def telling(self, experts: Sequence[nn.Module], tape: Tape, fed: list[Tensor]) -> Iterator[None]:

@@ -115,7 +115,7 @@ class ProductWeights:
     def louder(self, experts: Sequence[nn.Module], size: float) -> Iterator[None]:
         """Inside, the block's own first products are so much larger."""
         (holder,) = experts
-        with instead([(owner, name, _scaled(size)) for stack in (*self.first, *self.biases) for owner, name in stack.owners(holder)]):
+        with instead([(owner, name, scaled(size)) for stack in (*self.first, *self.biases) for owner, name in stack.owners(holder)]):
             yield
 
     @contextmanager
@@ -142,7 +142,8 @@ class ProductWeights:
         return made
 
 
-def _scaled(size: float) -> Callable[[Tensor], Tensor]:
+def scaled(size: float) -> Callable[[Tensor], Tensor]:
+    """A change of a weight for `instead`."""
     return lambda weight: weight * size
 
 

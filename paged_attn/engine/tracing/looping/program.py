@@ -28,17 +28,18 @@ class ExpertsSite:
 
     Attributes:
         x, ids, weights: slots of the tokens [.., H], of the chosen experts [.., k], and of their weights [.., k], or of all experts'
-            weights [.., E] if `of_all`; `some`: other ids stand for no expert.
+            weights [.., E] if `of_all`.
         total: of what the experts add up to [.., H]; `step`: after which it is that.
+        some: of the ids some stand for no expert.
     """
 
     x: Slot
     ids: Slot
     weights: Slot
     of_all: bool
-    some: bool
     total: Slot
     step: int
+    some: bool = False
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ TOKENS = (37, 53)  # rows of the two tapes; few other sizes are multiples of the
 MOST_TRIED = 24  # candidate sites per block
 SPREADS = (1.0, 8.0, 0.02, 100.0)  # of the logits; the third leaves ties in 16 bits, the last meets any limit on them
 ROWS = (24, 3)
+OTHER_NUMBERS = "it gives other numbers than its experts' rows by the weights that its router shows"
+OTHER_GATE = "its experts compute nothing that is known between their products"
 
 
 Experts = ExpertMLP | StackedPair | ProductWeights
@@ -147,22 +149,21 @@ class _Proof:
         raise reason
 
     def _with_gate(self, part: Callable[[Sequence[Any]], Program]) -> tuple[Experts, Program, ExpertsSelection]:
-        """Where what stands between the products is not known yet, it is the first that gives the block's numbers, also for large ones."""
+        """The first of what may stand between the products that gives the block's numbers, also for large ones."""
         reason: UnsupportedError | None = None
         for mlp in self.ways:
-            if not isinstance(mlp, ExpertMLP):
-                tried = part((*mlp.gating.arguments, ONE_BY_ONE))
-                if not all(self._looks_right(mlp, tried, size) for size in (1.0, loud(self.operands[0]))):
-                    continue
+            tried = part((*mlp.gating.arguments, ONE_BY_ONE))
+            if not all(self._looks_right(mlp, tried, size) for size in (1.0, loud(self.operands[0]))):
+                continue
             try:
                 selection = select_experts(self.backend, ExpertsProblem.of(mlp.spec, *self.operands[:2]))
             except UnsupportedError as error:
                 reason = reason or error
                 continue
             return mlp, part((*mlp.gating.arguments, selection.name)), selection
-        raise reason or NotProved("its experts compute nothing that is known between their products")
+        raise reason or NotProved(f"{OTHER_NUMBERS} ({ROWS[0]} rows)" if len(self.ways) == 1 else OTHER_GATE)
 
-    def _looks_right(self, mlp: StackedPair | ProductWeights, program: Program, size: float) -> bool:
+    def _looks_right(self, mlp: Experts, program: Program, size: float) -> bool:
         given = self._given(ROWS[0], seed=1)
         with mlp.louder(self.experts, size):
             if size not in self.made:
@@ -204,9 +205,9 @@ class _Proof:
             for (chosen, of_token), (weight, values) in itertools.product(ids, weights):
                 some = not bool(_is_expert(of_token, count).all())
                 if values.shape == of_token.shape and _fits(says, of_token, values, count):
-                    yield ExpertsSite(x, chosen, weight, False, some, total, step)
+                    yield ExpertsSite(x, chosen, weight, False, total, step, some)
                 elif values.shape[1] == count and _fits(says, of_token, values.gather(1, of_token.clamp(0, count - 1)), count):
-                    yield ExpertsSite(x, chosen, weight, True, some, total, step)
+                    yield ExpertsSite(x, chosen, weight, True, total, step, some)
 
     def _check(self, program: Program, tape: Tape) -> None:
         """The block itself beside its program: ragged loads, experts that get nothing, one that gets every token, ties."""
@@ -256,7 +257,7 @@ class _Proof:
             raise NotProved(f"what it does for {TOKENS[0]} rows cannot be done for {rows}: {first_line(error)}") from error
         for one, other in zip(expected, got, strict=True):
             if one.dtype != other.dtype or not (agrees(one, other) if one.is_floating_point() else torch.equal(one, other)):
-                raise NotProved(f"it gives other numbers than its experts' rows by the weights that its router shows ({rows} rows)")
+                raise NotProved(f"{OTHER_NUMBERS} ({rows} rows)")
 
     def _given(self, tokens: int, seed: int) -> list[Tensor]:
         return given_tensors(self.call, tokens, self.mlp.spec.hidden, self.mlp.spec.experts, self.device, seed)

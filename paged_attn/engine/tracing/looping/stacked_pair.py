@@ -17,7 +17,7 @@ from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
 from paged_attn.calling.left_as_it_was import replaced_forward
 from paged_attn.engine.tracing.experts_as_ops import known_gates
 from paged_attn.engine.tracing.experts_layout import Operands, is_stacked
-from paged_attn.engine.tracing.looping.product_weights import instead
+from paged_attn.engine.tracing.looping.product_weights import instead, scaled
 from paged_attn.engine.tracing.looping.tape import Tape
 
 
@@ -44,7 +44,7 @@ class StackedPair:
     @contextmanager
     def louder(self, experts: Sequence[nn.Module], size: float) -> Iterator[None]:
         """Inside, the first product is so much larger."""
-        with instead([(experts[0], _name(experts[0]), lambda weight: weight * size)]):
+        with instead([(experts[0], _name(experts[0]), scaled(size))]):
             yield
 
     @contextmanager

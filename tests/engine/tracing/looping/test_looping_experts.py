@@ -219,6 +219,19 @@ class Squared(OneHotLoop):
         return result.view(hidden_states.shape)
 
 
+class Clipped(OneHotLoop):
+    """What experts make is clamped, which usual numbers never reach."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        rows = hidden_states.view(-1, HIDDEN)
+        weights, chosen = self.gate(rows).softmax(-1).topk(2)
+        result = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            row, place = torch.where(chosen == index)
+            result.index_add_(0, row, expert(rows[row]).clamp(-20, 20) * weights[row, place, None])
+        return result.view(hidden_states.shape)
+
+
 class Branching(OneHotLoop):
     """Calms itself where its logits explode."""
 
@@ -266,6 +279,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "noise": (Noisy, None, "other numbers than its experts' rows by the weights"),
     "an expert that is skipped": (Skipped, None, "not a sum of its experts' rows"),
     "something behind an expert": (Squared, None, "not a sum of its experts' rows|other numbers than its experts' rows"),
+    "a clamp behind an expert": (Clipped, None, "other numbers than its experts' rows by the weights"),
     "a branch on logits": (Branching, None, r"may branch on numbers \(__bool__\)"),
     "an unknown gate": (lambda: OneHotLoop(lambda: Gated(activation=torch.sin)), None, "compute nothing that is known of w1, w3, w2"),
     "a norm in an expert": (lambda: OneHotLoop(Normed), None, r"have 3 linear layers and besides \['norm.bias', 'norm.weight'\]"),
