@@ -24,3 +24,15 @@ def model_code(finding: Callable[[str], Exception]) -> Iterator[None]:
         raise
     except MODEL_ERRORS as error:
         raise finding(f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def model_may_fail() -> Iterator[list[Exception]]:
+    """Inside, an exception of the model's code ends the block and is put into the list; out-of-memory errors pass, as in `model_code`."""
+    failures: list[Exception] = []
+    try:
+        yield failures
+    except torch.OutOfMemoryError:
+        raise
+    except MODEL_ERRORS as error:
+        failures.append(error)

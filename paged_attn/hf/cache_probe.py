@@ -10,6 +10,7 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.hf.cache_layers import PagedHybridLayer, PagedLayer, forget_state
 from paged_attn.hf.cache_name import CACHE_NAME
@@ -34,12 +35,10 @@ def probe(model: nn.Module) -> DynamicCache:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{name} is an encoder-decoder, and PagedCache is for causal language models; generate without it")
     token = torch.ones((1, 1), dtype=torch.int64, device=model_device(model))
-    try:
+    what = f"{name} could not be run on one token with a DynamicCache, to see what its layers keep"
+    with model_code(lambda why: UnsupportedError(f"{what}: {why}")), torch.no_grad():
         cache = DynamicCache(config=config.get_text_config(decoder=True))
-        with torch.no_grad():
-            model(input_ids=token, use_cache=True, **{CACHE_NAME: cache})
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
-        raise UnsupportedError(f"{name} could not be run on one token with a DynamicCache, to see what its layers keep: {error}") from error
+        model(input_ids=token, use_cache=True, **{CACHE_NAME: cache})
     for index, layer in enumerate(cache.layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, _HYBRID, *_UNPAGED):
             raise UnsupportedError(

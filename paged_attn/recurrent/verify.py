@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.model_code import MODEL_ERRORS
+from paged_attn.attn_ops.model_code import model_may_fail
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.watching.call_parts import Undefined
 from paged_attn.tolerances import MULTIPLE, rounding, row_errors, worst
@@ -46,12 +46,10 @@ def verified(layer: RecurrentLayer) -> RecurrentLayer:
 
 def _takes_chunks(layer: RecurrentLayer, inputs: Sequence[Tensor], whole: Result, own_error: float) -> bool:
     """Whether several tokens may continue a state. A difference between the layer's two formulas, rounding or more, is no mistake."""
-    try:
+    with model_may_fail() as failures:
         chunked = in_parts(layer, inputs, [1, 4, inputs[0].shape[1] - 1])
-    except torch.OutOfMemoryError:
-        raise
-    except MODEL_ERRORS as failure:  # raised by the model's own code, which may know only single tokens there
-        logger.debug("%s continues its state with single tokens only: %s", layer.spec.module, failure)
+    if failures:
+        logger.debug("%s continues its state with single tokens only: %s", layer.spec.module, failures[0])
         return False
     return difference(whole, chunked) <= allowed_error(whole, own_error)
 
@@ -75,15 +73,11 @@ def _batching(layer: RecurrentLayer, inputs: Sequence[Tensor], along: list[Resul
     for mapped in (False, True):
         form = dataclasses.replace(layer, batches=True, mapped=mapped)
         tried = [rows] if mapped else [rows, *_at_other_slots(layer, rows)]
-        try:
-            with torch.no_grad():
-                got = [form.step(each, [state.clone() for state in states]) for each in tried]
-        except torch.OutOfMemoryError:
-            raise
-        except MODEL_ERRORS as failure:  # raised by the model's own code
-            logger.debug("%s steps no batch (%s): %s", layer.spec.module, "mapped" if mapped else "as it is", failure)
-            continue
-        if all(difference(expected, each) <= allowed_error(expected, layer.own_error) for each in got):
+        with model_may_fail() as failures, torch.no_grad():
+            got = [form.step(each, [state.clone() for state in states]) for each in tried]
+        if failures:
+            logger.debug("%s steps no batch (%s): %s", layer.spec.module, "mapped" if mapped else "as it is", failures[0])
+        elif all(difference(expected, each) <= allowed_error(expected, layer.own_error) for each in got):
             return form
     return dataclasses.replace(layer, batches=False)
 

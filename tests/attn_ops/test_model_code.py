@@ -7,7 +7,7 @@ import torch
 
 from paged_attn import LLM
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.model_code import model_code
+from paged_attn.attn_ops.model_code import model_code, model_may_fail
 from tests.tiny_models import build
 
 
@@ -23,6 +23,17 @@ def test_these_stay_what_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, model_code(_finding):
         raise error
     assert caught.value is error
+
+
+def test_a_failure_of_the_model_is_kept_and_a_full_device_is_none() -> None:
+    error = TypeError("none")
+    with model_may_fail() as failures:
+        raise error
+    assert failures == [error]
+    with pytest.raises(torch.OutOfMemoryError), model_may_fail():
+        raise torch.OutOfMemoryError("no room")
+    with pytest.raises(KeyboardInterrupt), model_may_fail():
+        raise KeyboardInterrupt
 
 
 def test_a_full_device_is_no_refusal_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

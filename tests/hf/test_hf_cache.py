@@ -49,6 +49,16 @@ def _generate(model: Any, cache: Any, prompts: dict[str, Tensor], **keywords: An
     return model.generate(**prompts, max_new_tokens=NEW, **{CACHE_NAME: cache, **keywords})
 
 
+def test_a_full_device_is_no_refusal_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    model = build("llama")
+    monkeypatch.setattr(type(model.lm_head), "forward", no_room)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        PagedCache(model)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_mode_gives_the_tokens_of_a_dynamic_cache(name: str) -> None:
     model = build(name)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.model_code import MODEL_ERRORS
+from paged_attn.attn_ops.model_code import model_may_fail
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.calling.call_signature import takes
 from paged_attn.calling.left_as_it_was import left_as_it_was
@@ -202,9 +202,6 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 def _logits_if_it_runs(model: nn.Module, ids: Tensor) -> Tensor | None:
     """None if the model's own code refuses so many tokens."""
-    try:
+    with model_may_fail():
         return _logits(model, ids)
-    except torch.OutOfMemoryError:
-        raise
-    except MODEL_ERRORS:
-        return None
+    return None

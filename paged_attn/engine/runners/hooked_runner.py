@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
+from paged_attn.attn_ops.model_code import model_may_fail
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.calling.call_signature import plain_inputs, takes, token_argument
 from paged_attn.calling.hf_configs import attention_configs
@@ -198,11 +199,9 @@ class HookedRunner:
         ids, positions = self._probe_rows()
         rows = torch.tensor([row for row in LOGITS_ROWS if row < len(ids)], device=self.device)
         expected = self._call(ids, positions)[rows]
-        try:
+        with model_may_fail() as failures:  # it may take a number alone
             chosen = self._call(ids, positions, logits_to_keep=rows)
-        except (RuntimeError, TypeError, ValueError, IndexError):  # it takes a number alone
-            return False
-        if chosen.shape != expected.shape:
+        if failures or chosen.shape != expected.shape:
             return False
         error, limit = logits_apart(expected, chosen, self.dtype)
         return error <= limit

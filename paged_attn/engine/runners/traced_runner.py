@@ -257,7 +257,7 @@ class TracedRunner:
             without = self.logits_alone(prompt)
             try:
                 given = self.logits_alone(prompt, positions=True)
-            except (TypeError, ValueError, RuntimeError):
+            except UnsupportedError:
                 return True  # **kwargs that lead to something that takes none
             again = self.logits_alone(prompt)
         error, limit = logits_apart(without, given, self.dtype)

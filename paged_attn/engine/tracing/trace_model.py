@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.model_code import MODEL_ERRORS
+from paged_attn.attn_ops.model_code import model_may_fail
 from paged_attn.calling.call_signature import few_ids, plain_inputs, takes
 from paged_attn.calling.hf_configs import attention_implementation
 from paged_attn.calling.left_as_it_was import left_as_it_was
@@ -248,15 +248,11 @@ def _say_limit(model: nn.Module, bound: int, positions: bool, refusal: Unsupport
 
 def _runs(model: nn.Module, length: int, positions: bool) -> bool:
     """Whether the model itself takes that many tokens. A table that grows stays grown, so that its trace reads rows of it."""
-    try:
-        with as_served(model):
-            model(**trace_inputs(model, length, positions))
-    except torch.OutOfMemoryError:
-        raise
-    except MODEL_ERRORS as error:
+    with model_may_fail() as failures, as_served(model):
+        model(**trace_inputs(model, length, positions))
+    for error in failures:
         logger.info("%s has no more than %d positions: %s", type(model).__name__, length - 1, error)
-        return False
-    return True
+    return not failures
 
 
 def call_model(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -299,14 +295,10 @@ def _alike(model: nn.Module, positions: bool) -> list[AlikeLayers]:
     def call() -> None:
         model(**trace_inputs(model, TRACE_TOKENS, positions))  # no longer one: it may have no more positions
 
-    try:
-        with as_served(model), left_as_it_was(model):
-            return alike_layers(model, call)
-    except torch.OutOfMemoryError:
-        raise
-    except MODEL_ERRORS as error:
-        logger.info("every layer is traced: a call of %d tokens fails: %s", TRACE_TOKENS, error)
-        return []
+    with model_may_fail() as failures, as_served(model), left_as_it_was(model):
+        return alike_layers(model, call)
+    logger.info("every layer is traced: a call of %d tokens fails: %s", TRACE_TOKENS, failures[0])
+    return []
 
 
 def _capture(

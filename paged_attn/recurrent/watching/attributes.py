@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paged_attn.attn_ops.model_code import MODEL_ERRORS
+from paged_attn.attn_ops.model_code import model_may_fail
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.recurrent.watching.watch import Call, named_arguments
 
@@ -67,14 +67,9 @@ def without_unused(call: Call) -> frozenset[str]:
 
 def _gives(call: Call, name: str, other: Tensor | None, rows: Tensor) -> bool:
     """Whether the call still returns these rows with another value for the argument `name`."""
-    try:
-        with left_as_it_was(call.module), torch.no_grad():
-            again = _output_tensor(call.module(**{**call.arguments, name: other}))
-    except torch.OutOfMemoryError:
-        raise
-    except MODEL_ERRORS:  # raised by the module's own code: it needs the argument
-        return False
-    return again is not None and not again.is_meta and again.equal(rows)
+    with model_may_fail() as failures, left_as_it_was(call.module), torch.no_grad():
+        again = _output_tensor(call.module(**{**call.arguments, name: other}))
+    return not failures and again is not None and not again.is_meta and again.equal(rows)
 
 
 def _output_tensor(output: Any) -> Tensor | None:

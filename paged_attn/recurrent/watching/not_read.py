@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.model_code import MODEL_ERRORS
+from paged_attn.attn_ops.model_code import model_may_fail
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.recurrent.cache_state import CacheTemplate
 from paged_attn.recurrent.watching.call_parts import operand_of, tensors_given
@@ -34,14 +34,11 @@ def without_unread(call: Call, earlier: Call, template: CacheTemplate) -> frozen
 def _without(call: Call, name: str, template: CacheTemplate) -> list[Tensor] | None:
     """What the module returns and keeps without this argument; None if it cannot do without."""
     cache = template.make(None)
-    try:
+    with model_may_fail():
         with left_as_it_was(call.module), torch.no_grad():
             output = call.module(**{**call.arguments, name: None, call.cache_name: cache})
         return [*_tensors(output), *template.read(cache)]
-    except torch.OutOfMemoryError:
-        raise
-    except MODEL_ERRORS:  # raised by the module's own code: it needs the argument
-        return None
+    return None
 
 
 def _tensors(value: Any) -> list[Tensor]:

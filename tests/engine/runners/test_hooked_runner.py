@@ -155,6 +155,19 @@ def test_where_the_model_can_not_keep_chosen_rows_they_are_picked(forward: Any) 
     torch.testing.assert_close(logits.flip(0), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_full_device_does_not_show_what_the_model_takes() -> None:
+    model = build("llama")
+
+    def forward(input_ids: Tensor, position_ids: Tensor, use_cache: bool = False, logits_to_keep: Any = 0) -> Any:
+        if isinstance(logits_to_keep, Tensor):
+            raise torch.OutOfMemoryError("no room")
+        return type(model).forward(model, input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
+
+    model.forward = forward
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        HookedRunner(model, OPTIONS)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_moe", "gpt2"])
 def test_a_recording_breaks_at_each_layer_and_replays_other_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing between the breaks may wait for the device."""

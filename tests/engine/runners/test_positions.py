@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paged_attn import LLM, Batch, BatchRequest, KVPool, SamplingParams, UnsupportedError, attention_layers, forward_context
+from paged_attn.engine.runners import traced_runner
+from paged_attn.engine.runners.traced_runner import TracedRunner
 from tests.engine.runners.own_positions import PLACES, POSITIONS, Decoder, greedy_loop
 from tests.oracle import greedy, random_prompts
-from tests.tiny_models import COMMON
+from tests.tiny_models import COMMON, build
 
 PROMPTS = random_prompts((1, 5, 17, 33, 70))
 NEW_TOKENS = 12
@@ -38,6 +40,21 @@ def assert_serves(model: nn.Module, expected: list[list[int]]) -> LLM:
         for cache in ("cold", "warm"):
             assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == expected, f"page size {page_size}, {cache}"
     return llm
+
+
+def test_a_full_device_is_no_other_way_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused model would be traced a second time, without positions."""
+    runner = LLM(build("llama"), num_pages=8).engine.runner
+    assert isinstance(runner, TracedRunner)
+
+    def no_room(model: nn.Module, prompt: Tensor, positions: bool) -> Tensor:
+        if positions:
+            raise torch.OutOfMemoryError("no room")
+        return torch.zeros(len(prompt), 96)
+
+    monkeypatch.setattr(traced_runner, "rows_of_logits", no_room)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        runner._counts_otherwise(UnsupportedError("refused"))
 
 
 @pytest.mark.parametrize("name", PLACES)

@@ -56,6 +56,17 @@ def test_ragged_batches_across_the_border(phi3: PreTrainedModel, expected: list[
         assert (llm.engine.scheduler.stats.preemptions > 0) == (settings["num_pages"] == 32)
 
 
+def test_a_full_device_is_no_other_rope(phi3: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be served with the frequencies of one side for requests of both."""
+
+    def no_room(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch.Tensor, "cos", no_room)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        RopesByLength(phi3)
+
+
 def test_the_frequencies_matter(phi3: PreTrainedModel) -> None:
     """Else equal tokens would prove nothing: with the other ones the model gives others."""
     ids = torch.tensor([random_prompts([65])[0]])
