@@ -20,8 +20,19 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensor
 
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import call, call_of_value, call_with_value, depends_on, remove_dead_code, shape_at, symbol, value_of
+from paged_attn.passes.fx.graph_tools import (
+    call,
+    call_of_value,
+    call_with_value,
+    depends_on,
+    is_view,
+    remove_dead_code,
+    shape_at,
+    symbol,
+    value_of,
+)
 from paged_attn.passes.fx.row_layout import MISFITS, Rows, plain_rows, times, with_tokens
+from paged_attn.passes.fx.slicing import evaluate_all
 from paged_attn.passes.fx.token_data import Lookup, lookup_of
 from paged_attn.passes.optimize.row_region import RowRegion, find_row_region, is_moving
 
@@ -174,7 +185,8 @@ def agrees(fewer: GatheredRegion, results: Mapping[fx.Node, int], values: Values
         return drawn.to(value.dtype).permute([order.index(dim) for dim in range(len(order))])
 
     # A cached graph is looked up by the contents of `values` that were read; here they are only examples, so this read is not recorded.
-    others = {each: dict.__getitem__(values, each) if each in values else _other(each, random) for each in fewer.others}
+    examples = {each: dict.__getitem__(values, each) for each in values}
+    others = {each: _example(each, examples, random) for each in fewer.others}
     rows = {each: random(each) for each in fewer.region.frontier}
     picked = torch.tensor(PICKED, device=value_of(fewer.rows).device)
     try:
@@ -187,7 +199,14 @@ def agrees(fewer: GatheredRegion, results: Mapping[fx.Node, int], values: Values
         return False
 
 
-def _other(node: fx.Node, random: Callable[[fx.Node], Tensor]) -> Any:
+def _example(node: fx.Node, examples: Mapping[fx.Node, Any], random: Callable[[fx.Node], Tensor]) -> Any:
+    """The value of a node outside the region: an example or a view of one, which takes no memory where a layer's experts have gigabytes."""
+    views, source = [], node
+    while source not in examples and is_view(source) and len(source.all_input_nodes) == 1:
+        views.insert(0, source)
+        (source,) = source.all_input_nodes
+    if source in examples:
+        return evaluate_all(views, {source: examples[source]})[node]
     return random(node) if isinstance(value_of(node), Tensor) else value_of(node)
 
 

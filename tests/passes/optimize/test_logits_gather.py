@@ -198,6 +198,13 @@ def test_a_matrix_of_tokens_by_tokens_is_not_picked_from() -> None:
     assert moved(lambda x, m, p: (torch.ones(x.shape[1], x.shape[1]) @ m.a(x)).exp()) == ["exp"]
 
 
+def test_views_of_weights_are_read_and_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's experts may have 14 GiB."""
+    example = gather._example
+    monkeypatch.setattr(gather, "_example", lambda node, examples, _: example(node, examples, lambda node: pytest.fail(f"{node} is drawn")))
+    assert moved(lambda x, layers, _: F.linear(x, layers.a.weight[:].t()) + layers.table.view(3, 32)[0]) == ["linear", "add"]
+
+
 def test_views_that_no_copy_allows_become_reshapes() -> None:
     """The picked rows lie otherwise in memory than the transposed ones."""
 
