@@ -20,8 +20,9 @@ from paged_attn.bench.results.chart import draw
 from paged_attn.bench.results.compare import agreement, record
 from paged_attn.bench.results.tables import lines
 from paged_attn.bench.shapes import SHAPE_NAMES, shape_config
+from paged_attn.bench.systems import model_source
 from paged_attn.bench.systems.job import ModelSource, Sampling, Task
-from paged_attn.bench.systems.model_source import load, read_config, write_shape
+from paged_attn.bench.systems.model_source import load, random_model, read_config, write_shape
 from paged_attn.bench.systems.systems import PEERS, SYSTEMS, peers
 from paged_attn.bench.workloads import GROUPS, SCALES, Workload, chosen
 from paged_attn.hashing.model_text import model_text
@@ -98,6 +99,18 @@ def test_every_shape_is_a_config_of_a_causal_lm(tmp_path: Path) -> None:
         config = read_config(write_shape(shape, "bfloat16", tmp_path / shape))
         (architecture,) = config.architectures
         assert architecture.endswith("ForCausalLM") and config.dtype == torch.bfloat16, shape
+
+
+def test_a_shape_without_room_on_the_gpu_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(config: Any, dtype: str, device: str) -> Any:
+        if device != "meta":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return random_model(config, dtype, device)
+
+    monkeypatch.setattr(model_source, "random_model", full)
+    source = ModelSource(write_shape("mixtral-8x7b", "bfloat16", tmp_path / "x"), True, "bfloat16", "cuda")
+    with pytest.raises(ValueError, match="random weights take 93 GB, more than cuda has free; cut the shape with --layers"):
+        load(source)
 
 
 def test_a_shapes_first_layers(tmp_path: Path) -> None:

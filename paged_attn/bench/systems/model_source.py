@@ -73,11 +73,22 @@ def text_config(path: str) -> Any:
 
 
 def load(source: ModelSource) -> Any:
-    """The Hugging Face model in evaluation mode on its device."""
+    """The Hugging Face model in evaluation mode on its device.
+
+    Raises:
+        ValueError: the GPU has no room for random weights.
+    """
+    import torch
+
     if source.random_weights:
         config = read_config(source.path)
         config.name_or_path = ""  # a temporary folder, by which a second start would not know the model's graph again
-        return random_model(config, source.dtype, source.device)
+        try:
+            return random_model(config, source.dtype, source.device)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"random weights take {_bytes_of(source) / 1e9:.0f} GB, more than {source.device} has free; cut the shape with --layers"
+            ) from error
     from paged_attn.engine.model.loading import load_model
 
     return load_model(source.path, source.dtype, source.device)[0]
