@@ -201,7 +201,8 @@ def agrees(fewer: GatheredRegion, results: Mapping[fx.Node, int], values: Values
 
 def _example(node: fx.Node, examples: Mapping[fx.Node, Any], random: Callable[[fx.Node], Tensor]) -> Any:
     """The value of a node outside the region: an example or a view of one, which takes no memory where a layer's experts have gigabytes."""
-    views, source = [], node
+    views: list[fx.Node] = []
+    source = node
     while source not in examples and is_view(source) and len(source.all_input_nodes) == 1:
         views.insert(0, source)
         (source,) = source.all_input_nodes
