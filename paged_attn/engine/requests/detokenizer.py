@@ -153,6 +153,7 @@ class IncrementalDetokenizer:
         self._window: list[int] = []  # the tokens decoded again each time; earlier tokens are not needed any more
         self._boundary = 0  # how many tokens of the window ended in a complete character
         self._window_text = ""
+        self._num_inert = 0  # tokens at the end of the window that gave no text; they may be parts of a character
         self._passed = 0  # characters of the window's text that went on to the stop search
         self._held = ""  # text that may begin a stop string
         self._released: list[str] = []
@@ -179,9 +180,12 @@ class IncrementalDetokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         if text == self._window_text and self._is_inert(token_id):
-            self._window.pop()
+            self._num_inert += 1
+            if self._num_inert > CUT_WINDOW:
+                del self._window[-self._num_inert]
+                self._num_inert = CUT_WINDOW
             return ""
-        self._window_text = text
+        self._window_text, self._num_inert = text, 0
         invalid = len(self._window) > MAX_WINDOW
         doubtful = len(text) - len(text.rstrip(REPLACEMENT))
         stable = len(text) - (min(doubtful, MAX_INCOMPLETE) if invalid else doubtful)
@@ -217,8 +221,8 @@ class IncrementalDetokenizer:
         return text
 
     def _is_inert(self, token_id: int) -> bool:
-        """Whether a token never gives text: skipped special and unknown tokens. A pair is decoded, because a lone sentencepiece space
-        decodes to nothing too."""
+        """Whether a token gives no text by itself: skipped special and unknown tokens, and parts of a character where those are dropped
+        (ByT5). A pair is decoded, because a lone sentencepiece space decodes to nothing too."""
         return self._decode([token_id, token_id]) == ""
 
     def _restart_window(self, start: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from paged_attn.engine.requests.detokenizer import MAX_WINDOW, IncrementalDetokenizer, MarkedDecoder, direct_decoder
 
@@ -48,6 +48,7 @@ def metaspace(byte_fallback: bool = False) -> Tokenizer:
 
 
 BYTE_LEVEL, METASPACE, BYTE_FALLBACK = byte_level(), metaspace(), metaspace(byte_fallback=True)
+BYT5 = ByT5Tokenizer()
 WORD_IDS = list(range(257, 257 + len(WORDS)))
 
 
@@ -205,6 +206,23 @@ def test_whether_spaces_are_taken_out_is_asked_of_the_tokenizer_itself():
     assert isinstance(direct_decoder(tokenizer), Tokenizer)
     tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
     assert tokenizer.decode([1]) == "x." and direct_decoder(tokenizer) is tokenizer
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.one_of(st.text(max_size=4).map(lambda s: list(s.encode())), st.integers(0, 255).map(lambda i: [i])), max_size=20))
+def test_characters_whose_first_bytes_give_no_text_at_all(parts):
+    """Of an incomplete character ByT5 shows nothing; each of its bytes was taken for a token that never gives text, and left out."""
+    ids = [BYT5.offset + byte for part in parts for byte in [*part, -2]]  # ... and an end token, which is skipped
+    assert "".join(pieces_of(BYT5, ids)) == BYT5.decode(ids, skip_special_tokens=True)
+    text = BYT5(TEXT, add_special_tokens=False).input_ids
+    assert [piece for piece in pieces_of(BYT5, text) if piece] == list(TEXT)
+
+
+def test_skipped_tokens_do_not_pile_up():
+    counting = CountingTokenizer(BYTE_LEVEL)
+    detokenizer = IncrementalDetokenizer(counting)
+    pieces = [detokenizer.append(token) for token in [*b"a", *[SPECIAL] * 500, *b"b"]]
+    assert "".join(pieces) == "ab" and counting.decoded < 502 * 20
 
 
 def test_leading_spaces_and_specials_in_between():
