@@ -27,7 +27,10 @@ def sample_tokens(logits: Tensor, best: Tensor, of: SamplingTensors) -> Tensor:
 
 def sample_with_torch(logits: Tensor, of: SamplingTensors) -> Tensor:
     """`sample_tokens` with PyTorch operations; sorts rows with top-k or top-p."""
-    scores = logits.index_select(0, of.rows).float() / of.temperature.unsqueeze(-1)
+    values, temperature = logits.index_select(0, of.rows).float(), of.temperature.unsqueeze(-1)
+    largest = values.amax(-1, keepdim=True)
+    values -= torch.where((largest / temperature).isneginf(), largest, 0.0)  # otherwise no token would be left
+    scores = values / temperature
     scores.clamp_(max=torch.finfo(torch.float32).max)  # finite where the logits are
     if of.first_limited < len(scores):
         forbid_unlikely(scores[of.first_limited :], of)

@@ -227,6 +227,15 @@ def test_low_temperature_and_huge_logits_do_not_overflow():
     assert [t.token_id for t in sample(logits, [state_of(temperature=1e-6, top_p=0.9) for _ in range(2)])] == [0, 0]
 
 
+def test_some_token_is_left_where_all_are_far_below_zero():
+    """Divided by the temperature they were all -inf, and the token was one past the vocabulary, on which the next step of all failed."""
+    logits = torch.tensor([[-3e38, -1e38, -2e38], [-INF, -3e38, -INF], [-1e38, 0.0, -INF]])
+    for more in ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.5}):
+        assert [t.token_id for t in sample(logits, [state_of(temperature=1e-6, **more) for _ in range(3)])] == [1, 1, 1]
+    held = [state_of([2, 2], temperature=1e-6, repetition_penalty=1e300, allowed_token_ids=(2,))]
+    assert [t.token_id for t in sample(torch.tensor([[5.0, 4.0, -0.5]]), held)] == [2]
+
+
 def test_logprobs_are_of_the_raw_logits():
     logits = torch.tensor([[1.0, 3.0, 3.0, -INF, 2.0]]).repeat(3, 1)
     settings = {"repetition_penalty": 2.0, "temperature": 0.5, "top_k": 1}
