@@ -186,10 +186,13 @@ def _processed(processor: LogitsProcessor, state: SamplingState, scores: Tensor)
         raise
     except Exception as error:  # a caller's code may raise anything, and others share the step
         raise ValueError(f"the logits processor {processor!r} raised {type(error).__name__}: {error}") from error
-    if not isinstance(result, Tensor) or result.shape != scores.shape:
-        got = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else repr(type(result).__name__)
-        raise ValueError(
-            f"the logits processor {processor!r} returned {got}; allowed: scores of shape {tuple(scores.shape)}, as it got: "
-            "processor(input_ids [1, T], scores [1, V]) -> scores [1, V]"
-        )
-    return result
+    got = repr(type(result).__name__)
+    if isinstance(result, Tensor):
+        is_plain = result.layout is torch.strided and not (result.is_meta or result.is_nested)
+        if is_plain and result.shape == scores.shape:
+            return result
+        got = f"a tensor of shape {tuple(result.shape)}" if is_plain else "a sparse, nested or meta tensor"
+    raise ValueError(
+        f"the logits processor {processor!r} returned {got}; allowed: scores of shape {tuple(scores.shape)}, as it got: "
+        "processor(input_ids [1, T], scores [1, V]) -> scores [1, V]"
+    )

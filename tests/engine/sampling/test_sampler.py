@@ -389,6 +389,8 @@ def raising(ids, scores):
     [
         (lambda ids, scores: scores[0], r"the logits processor .* returned a tensor of shape \(5,\); allowed: scores of shape \(1, 5\)"),
         (lambda ids, scores: None, "returned 'NoneType'"),
+        (lambda ids, scores: scores.to_sparse(), "returned a sparse, nested or meta tensor"),
+        (lambda ids, scores: scores.to("meta"), "returned a sparse, nested or meta tensor"),
         (raising, "the logits processor <function raising.* raised IndexError: index 1000000 is out of bounds"),
     ],
 )
