@@ -47,8 +47,9 @@ def looping_experts_as_ops(
             finder.attempt(name, block, experts, undo)
         for around in holders:
             holder = around[0][1]
+            is_op = any("forward" in vars(part) for part in holder.modules())
             for name, block in around:
-                if finder.is_left(name) and not hooked_within(holder):
+                if finder.is_left(name) and not is_op:
                     finder.attempt(name, block, (holder,), undo)
         stay = finder.left()
         for name, (kind, reason) in stay.items():

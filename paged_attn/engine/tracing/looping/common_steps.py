@@ -15,9 +15,10 @@ from paged_attn.engine.tracing.looping.tape import Slot, Step, Tape
 
 @dataclass(frozen=True)
 class Times:
-    """So many times the number of tokens."""
+    """So many times the number of tokens; or that divided by `parts` and rounded down, as capacities of experts are."""
 
     factor: int
+    parts: int = 1
 
 
 class _Differs(ValueError):
@@ -26,10 +27,11 @@ class _Differs(ValueError):
 
 @dataclass(frozen=True)
 class TwoTapes:
-    """Tapes of `tokens[0]` and of `tokens[1]` tokens."""
+    """Tapes of `tokens[0]` and of `tokens[1]` tokens; numbers may be made from tokens per expert, if there are `experts`."""
 
     tapes: tuple[Tape, Tape]
     tokens: tuple[int, int]
+    experts: int = 1
 
     def common(self) -> dict[int, Step]:
         """By their place on the first tape, the steps that are the same from the start on, and from the end back."""
@@ -81,8 +83,10 @@ class TwoTapes:
     def _same_number(self, one: Any, two: Any) -> Any:
         if one == two:
             return one
-        if type(one) is int and one % self.tokens[0] == 0 and two == one // self.tokens[0] * self.tokens[1]:
-            return Times(one // self.tokens[0])
+        for parts in (1, self.experts) if type(one) is int and one > 0 else ():
+            factor = -(-one * parts // self.tokens[0])
+            if (factor * self.tokens[0] // parts, factor * self.tokens[1] // parts) == (one, two):
+                return Times(factor, parts)
         raise _Differs(f"{one!r} and {two!r}")
 
     def _same_slot(self, one: Slot, two: Slot) -> Slot:

@@ -153,7 +153,7 @@ class _Writer:
         self._nodes: dict[Slot, fx.Node] = {
             Slot(index): named[origin] for index, origin in enumerate(tape.origin) if isinstance(origin, str) and origin in named
         }
-        self._times: dict[int, fx.Node] = {1: tokens}
+        self._times: dict[Times, fx.Node] = {Times(1): tokens}
 
     def node(self, slot: Slot | None) -> fx.Node:
         if slot not in self._nodes:
@@ -165,9 +165,10 @@ class _Writer:
         if isinstance(value, Slot):
             return self.node(value)
         if isinstance(value, Times):
-            if value.factor not in self._times:
-                self._times[value.factor] = self._graph.call_function(operator.mul, (self._tokens, value.factor))
-            return self._times[value.factor]
+            if value not in self._times:
+                product = self._graph.call_function(operator.mul, (self._tokens, value.factor))
+                self._times[value] = product if value.parts == 1 else self._graph.call_function(operator.floordiv, (product, value.parts))
+            return self._times[value]
         if isinstance(value, type) and value in _DTYPES:
             return _DTYPES[value]
         if not isinstance(value, _WRITTEN):

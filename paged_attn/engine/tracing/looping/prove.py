@@ -123,7 +123,7 @@ class _Proof:
         """Raises NotProved with the reason against the last site that was tried."""
         with no_collections(), executed_files() as self.files:  # otherwise code that the garbage collector runs would count as the block's
             tapes, outputs, fed = zip(*(self._recorded(tokens) for tokens in TOKENS), strict=True)
-        both = TwoTapes((tapes[0], tapes[1]), TOKENS)
+        both = TwoTapes((tapes[0], tapes[1]), TOKENS, self.mlp.spec.experts)
         if not fed[0] or not fed[1]:
             raise NotProved("it does not call its experts")
         common = both.common()

@@ -251,3 +251,28 @@ class Unsure(Routed):
     def one(self, rows: Tensor, index: int) -> Tensor:
         made: Tensor = self.experts[index](rows)
         return made
+
+
+class Padded(Routed):
+    """Copies rows to places of each expert, `factor` times its share of the tokens; weights are of those with a place."""
+
+    def __init__(self, factor: int = COUNT) -> None:
+        super().__init__()
+        self.experts, self.factor = nn.ModuleList(OwnLinears() for _ in range(COUNT)), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        tokens = len(rows)
+        weights, ids = self.choose(rows)
+        capacity = max(1, self.factor * tokens // COUNT)
+        flat = ids.t().flatten()
+        chosen = F.one_hot(flat, COUNT)
+        place = ((chosen.cumsum(0) - 1) * chosen).sum(-1)
+        has_place = place < capacity
+        at = flat * capacity + place.clamp(max=capacity - 1)
+        buffer = torch.zeros(COUNT * capacity, HIDDEN, dtype=x.dtype)
+        buffer[at[has_place]] = rows[torch.arange(tokens).repeat(CHOSEN)[has_place]]
+        made = torch.cat([expert(part) for expert, part in zip(self.experts, buffer.chunk(COUNT), strict=True)])
+        weights = weights * has_place.view(CHOSEN, tokens).t()
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-12)
+        return (weights[:, None] @ made[at.view(CHOSEN, tokens).t()]).squeeze(1).view_as(x)

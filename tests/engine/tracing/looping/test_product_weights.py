@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paged_attn import LLM, SamplingParams, explain
+from paged_attn import LLM, SamplingParams, UnsupportedError, explain
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.module import MODULE
+from paged_attn.engine.tracing.looping.as_ops import looping_experts_as_ops
 from tests.engine.tracing.looping import product_blocks as blocks
 from tests.engine.tracing.looping.blocks import EXPERTS as COUNT
 from tests.engine.tracing.looping.blocks import HIDDEN, Model, greedy
 from tests.engine.tracing.looping.product_blocks import Dense
+from tests.engine.tracing.looping.test_looping_experts import inputs
 from tests.engine.tracing.looping.test_stacked_pair import Pair
 from tests.oracle import random_prompts
 
@@ -25,7 +27,7 @@ GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True)
 PROMPTS = random_prompts((1, 5, 17, 33))
 PROVED = [
     "ThreeById", "OwnStacks", "SortedRows", "CalledWithWeights", "ParallelLists", "Gathered", "Dense", "ListOfOwnLinears",
-    "CalledWithTheirWeights", "Dispatched", "Unsure",
+    "CalledWithTheirWeights", "Dispatched", "Unsure", "Padded",
 ]  # fmt: skip
 
 
@@ -66,6 +68,15 @@ def test_in_bfloat16(kind: str) -> None:
     with LLM(model, num_pages=64, max_batch_tokens=16) as llm:  # the self-check compares its logits with the model's
         assert ops(llm, EXPERTS) == 2
         assert all(len(c.token_ids) == 8 for c in llm.generate(PROMPTS, GREEDY))
+
+
+def test_places_that_a_crowded_expert_has_not_are_a_capacity() -> None:
+    """A token's numbers then depend on how many tokens a call has, so that the block is no op, and the model is refused."""
+    model = Model(lambda: blocks.Padded(COUNT - 1)).eval()
+    with looping_experts_as_ops(model, inputs) as put:
+        assert put == {}
+    with pytest.raises(UnsupportedError, match="the logits of a token change as its request grows"):
+        LLM(model, num_pages=64)
 
 
 class OtherSecond(blocks.OwnStacks):
@@ -137,6 +148,15 @@ class WithCosine(Dense):
         of_all = torch.zeros_like(self.gate(rows)).scatter(1, ids, weights)
         gate, up = torch.matmul(rows, self.gate_up).chunk(2, -1)
         return torch.einsum("eth,te->th", torch.cos(gate) * up @ self.down, of_all).view_as(x)
+
+
+def test_a_hook_keeps_a_block_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(blocks.ThreeById).eval()
+    for block in model.blocks:
+        block.up_proj.register_forward_hook(lambda module, args, output: output * 2)  # type: ignore[union-attr, operator]
+    with caplog.at_level(logging.INFO, "paged_attn"), looping_experts_as_ops(model, inputs) as put:
+        assert put == {}
+    assert caplog.text.count("(ThreeById) stays as it is: up_proj has hooks or a forward of its own") == 2
 
 
 def test_weights_that_two_layers_share_stay_where_they_are() -> None:

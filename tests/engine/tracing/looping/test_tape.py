@@ -68,6 +68,10 @@ def test_steps_before_and_behind_a_loop_are_common_and_sizes_become_multiples() 
     assert common[0].args == (Slot(0), Times(2), 2) and common[len(steps) - 1].args[1:] == (3, Times(1), 4)
     with pytest.raises(ValueError, match="7 and 12"):
         TwoTapes((tapes[0], tapes[1]), (7, 11)).generalised(7, 12)
+    per_expert = TwoTapes((tapes[0], tapes[1]), (7, 11), experts=4)
+    assert per_expert.generalised(3 * 7 // 4, 3 * 11 // 4) == Times(3, 4) and per_expert.generalised(7, 11) == Times(1)
+    with pytest.raises(ValueError, match="5 and 9"):
+        per_expert.generalised(5, 9)
 
 
 def test_a_program_holds_for_any_number_of_tokens() -> None:
