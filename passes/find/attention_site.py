@@ -128,6 +128,7 @@ def module_path(node: fx.Node) -> str:
     path = next((entry[0] for entry in reversed(list(stack.values()))), "")
     path = re.sub(r"^(L\['args'\]\[0\]|L\['\w+'\])\.?", "", path)  # `args[0]`: the model's forward has a decorator
     path = re.sub(r"\.?__dict__\['_modules'\]\['([^']+)'\]", r".\1", path)  # the module defines __getattr__
+    path = re.sub(r"\.forward\.__closure__\.?.*$", "", path)  # a program that stands in a module's place
     path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
     path = re.sub(r"^_modules\['([^']+)'\]", r"\1", path)
     return re.sub(r"\[(\d+)\]", r".\1", path).strip(".")

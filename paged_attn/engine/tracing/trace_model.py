@@ -141,7 +141,7 @@ class Workarounds:
             self.blocks, self.modules_of_experts, self.left = {}, 0, {}
             if self.find_experts:
                 self.modules_of_experts = stack.enter_context(experts_as_ops(model, backend))
-                self.blocks = stack.enter_context(looping_experts_as_ops(model, self.inputs, backend, self.left))
+                self.blocks = stack.enter_context(looping_experts_as_ops(model, self.inputs, backend, self.left, self.on_all))
             stack.enter_context(modules_as_ops(model, self.opaque, self.inputs))
             if self.unknown is not None:
                 stack.enter_context(self.unknown.told())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,7 +24,11 @@ logger = logging.getLogger("paged_attn")
 
 @contextmanager
 def looping_experts_as_ops(
-    model: nn.Module, inputs: Callable[[int], dict[str, Any]], backend: str = "auto", left: dict[str, str] | None = None
+    model: nn.Module,
+    inputs: Callable[[int], dict[str, Any]],
+    backend: str = "auto",
+    left: dict[str, str] | None = None,
+    on_all: Collection[str] = (),
 ) -> Iterator[dict[str, str]]:
     """Inside, while torch.compile traces, every block that is proved takes its experts' weights stacked.
 
@@ -33,13 +37,15 @@ def looping_experts_as_ops(
 
     Args:
         inputs: those of a call of the model with so many tokens.
+        on_all: paths of modules that run on all tokens of a request, in which nothing is looked for.
         left: is told of the blocks that stay as they are: by path, what they are and why.
 
     Raises:
         ValueError: `backend` is unknown.
         UnsupportedError: it cannot compute a layer of this model.
     """
-    lists, holders = list(blocks_of(model)), list(holders_in(model))
+    lists = [found for found in blocks_of(model) if not any(_around(path, found[0]) for path in on_all)]
+    holders = [found for found in holders_in(model) if not any(_around(path, found[0][0]) for path in on_all)]
     blocks = {block for _, block, _ in lists} | {module for around in holders for _, module in around}
     finder = _Finder(backend, calls_of(model, [*blocks], inputs) if blocks else {}, MovableWeights(model))
     with ExitStack() as undo:

@@ -14,6 +14,7 @@ from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.engine.tracing.experts_as_ops import proved_experts
 from tests.engine.tracing.looping.blocks import CHOSEN, HIDDEN, INNER, Model, Plain, greedy
 from tests.engine.tracing.looping.blocks import EXPERTS as NUM_EXPERTS
+from tests.engine.tracing.looping.product_blocks import OwnStacks
 from tests.oracle import random_prompts
 
 GREEDY = SamplingParams(max_new_tokens=4, ignore_eos=True)
@@ -91,6 +92,24 @@ def test_experts_that_no_token_finds_full_are_an_op() -> None:
     model = Model(lambda: OfOneExpert(1 << 20)).eval()
     with LLM(model, num_pages=64) as llm:
         assert sum(node.target is EXPERTS for node in llm.engine.runner.compiled.rewrite.gm.graph.nodes) == 2
+        assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [greedy(model, prompt, 4) for prompt in PROMPTS]
+
+
+class ByLoad(OwnStacks):
+    """Prefers experts that fewer tokens of the call before have as their best."""
+
+    def choose(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.gate(rows).softmax(-1)
+        load = F.one_hot(scores.argmax(-1), NUM_EXPERTS).cumsum(0)
+        ids = (scores - 0.02 * load).topk(CHOSEN)[1]
+        return scores.gather(1, ids), ids
+
+
+def test_a_router_that_counts_earlier_tokens_runs_on_all_tokens_of_a_request() -> None:
+    """Its block is an op at first; then the graph shows that it mixes tokens, and the module that does is the block."""
+    model = Model(ByLoad).eval()
+    with LLM(model, num_pages=64) as llm:
+        assert not any(node.target is EXPERTS for node in llm.engine.runner.compiled.rewrite.gm.graph.nodes)
         assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [greedy(model, prompt, 4) for prompt in PROMPTS]
 
 
