@@ -27,6 +27,7 @@ from paged_attn.engine.tracing.trace_failure import NotTraced
 from paged_attn.passes.recompute.code_numbers import crowd_of
 
 logger = logging.getLogger("paged_attn")
+FEW = 20  # one in so many rows
 
 
 class NeedsWholeRequest(NotTraced):
@@ -171,7 +172,8 @@ def _refuse_limits(module: nn.Module, call: _Call, given: Sequence[Sequence[Tens
     except MODEL_ERRORS as error:
         logger.info("%s is not tried on %d equal tokens: %s", type(module).__name__, rows, first_line(error))
         return
-    if not agrees(result[:1].expand_as(result), result):
+    other = sum(not agrees(result[0], row) for row in result)
+    if other > (rows // FEW if result.dtype.itemsize == 2 else 0):  # rounding may turn equal scores of equal rows in 16 bits
         raise LimitsTokens(module, rows)
 
 

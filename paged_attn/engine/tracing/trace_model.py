@@ -116,7 +116,8 @@ class Workarounds:
         on_all: modules that run whole on all tokens of a request.
         unknown: custom ops that run by themselves, because torch knows too little of them; None until one is met.
         blocks: names of loops over experts that were made ops, and of their code; find_experts: whether experts are.
-        left: blocks of experts that stay as they are, and why; modules_of_experts: how many other modules were made ops.
+        left: blocks of experts that stay as they are, and why; `before`: of earlier traces; modules_of_experts: how many other modules
+            were made ops.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Workarounds:
         self.unknown: OpsWithoutFakes | None = None
         self.blocks: Mapping[str, str] = {}
         self.left: dict[str, str] = {}
+        self.before: dict[str, str] = {}
         self.modules_of_experts = 0
         self.find_experts = "experts" in options.passes
 
@@ -138,6 +140,7 @@ class Workarounds:
         model, backend = self.model, self.options.experts_backend
         with ExitStack() as stack:
             stack.enter_context(as_served(model))
+            self.before |= self.left
             self.blocks, self.modules_of_experts, self.left = {}, 0, {}
             if self.find_experts:
                 self.modules_of_experts = stack.enter_context(experts_as_ops(model, backend))
@@ -149,8 +152,10 @@ class Workarounds:
             yield
 
     def experts_as_written(self, rewrite: Rewrite) -> dict[str, str]:
-        """What `left` is, unless a pass found more experts in the graph: those may be the same ones."""
-        return self.left if sum(rewrite.experts.values()) <= self.modules_of_experts + len(self.blocks) else {}
+        """What `left` is, and what runs on all tokens, unless a pass found more experts in the graph: those may be the same ones."""
+        if sum(rewrite.experts.values()) > self.modules_of_experts + len(self.blocks):
+            return {}
+        return self.left | {path: why for path, why in self.before.items() if path in self.on_all}
 
     def add_for(self, refusal: UnsupportedError) -> bool:
         """Add what the refusal of a trace calls for; False if nothing is known against it."""

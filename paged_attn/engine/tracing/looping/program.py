@@ -28,14 +28,14 @@ class ExpertsSite:
 
     Attributes:
         x, ids, weights: slots of the tokens [.., H], of the chosen experts [.., k], and of their weights [.., k], or of all experts'
-            weights [.., E] if `of_all`.
+            weights [.., E] if `of_all`; None: they are ones.
         total: of what the experts add up to [.., H]; `step`: after which it is that.
         some: of the ids some stand for no expert.
     """
 
     x: Slot
     ids: Slot
-    weights: Slot
+    weights: Slot | None
     of_all: bool
     total: Slot
     step: int
@@ -76,7 +76,7 @@ def program_of(
     """
     needed = _Needed(tape, common, site)
     after = needed.back_to(site.step, slots_in(output))
-    before = needed.back_to(-1, {site.x, site.ids, site.weights})
+    before = needed.back_to(-1, {slot for slot in (site.x, site.ids, site.weights) if slot is not None})
     owned = tuple(sorted({str(tape.origin[slot.index]) for slot in needed.slots if isinstance(tape.origin[slot.index], str)} - {*given}))
     graph = fx.Graph()
     nodes = {name: graph.placeholder(f"{kind}_{i}") for kind, names in (("given", given), ("owned", owned)) for i, name in enumerate(names)}
@@ -194,8 +194,13 @@ class _Writer:
         ids = rows(site.ids, chosen)
         if site.some:
             ids = call("masked_fill", (ids, self._graph.call_function(operator.lt, (ids, 0)), experts))
-        known = call("clamp", (ids, 0, experts - 1)) if site.some else ids
-        weights = call("gather", (rows(site.weights, experts), 1, known)) if site.of_all else rows(site.weights, chosen)
+        if site.weights is None:
+            weights = self._graph.call_function(torch.ones_like, (ids,), {"dtype": x.dtype})
+        elif site.of_all:
+            known = call("clamp", (ids, 0, experts - 1)) if site.some else ids
+            weights = call("gather", (rows(site.weights, experts), 1, known))
+        else:
+            weights = rows(site.weights, chosen)
         total = self._graph.call_function(EXPERTS, (rows(site.x, hidden), ids, weights, *operands, *op))
         if values[site.total.index].dtype != x.dtype:
             total = call("to", (total, values[site.total.index].dtype))

@@ -187,7 +187,7 @@ class _Proof:
 
     def _sites(self, tape: Tape, fed: Tensor) -> Iterator[ExpertsSite]:
         """Where experts may stand, the last sum first."""
-        fed = fed[fed.any(1)]  # rows of zeros fill an expert's places that no token has
+        fed = fed[fed.any(1)].unique(dim=0)  # rows of zeros fill an expert's places that no token has
         tokens, count = TOKENS[0], self.mlp.spec.experts
         fixed = [(Slot(index), value) for index, value in enumerate(tape.values) if Slot(index) not in tape.tainted]
         rows = [(slot, _rows(value, tokens)) for slot, value in fixed if tape.origin[slot.index] is not None]
@@ -202,6 +202,9 @@ class _Proof:
             says = state.reshape(tokens, -1)
             if not says.any() or says[:, count:].any():
                 continue
+            for chosen, of_token in ids:
+                if _fits(says, of_token, torch.ones_like(of_token, dtype=says.dtype), count):
+                    yield ExpertsSite(x, chosen, None, False, total, step, not bool(_is_expert(of_token, count).all()))
             for (chosen, of_token), (weight, values) in itertools.product(ids, weights):
                 some = not bool(_is_expert(of_token, count).all())
                 if values.shape == of_token.shape and _fits(says, of_token, values, count):

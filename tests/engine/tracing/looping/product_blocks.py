@@ -276,3 +276,19 @@ class Padded(Routed):
         weights = weights * has_place.view(CHOSEN, tokens).t()
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-12)
         return (weights[:, None] @ made[at.view(CHOSEN, tokens).t()]).squeeze(1).view_as(x)
+
+
+class ScaledBefore(Routed):
+    """One expert for a token, which is multiplied with its score before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(OwnLinears() for _ in range(COUNT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        best, ids = self.gate(x).max(-1)
+        given, result = x * best.sigmoid()[..., None], torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            if (mask := ids == index).any():
+                result[mask] = expert(given[mask])
+        return result

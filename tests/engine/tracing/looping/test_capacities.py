@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paged_attn import LLM, SamplingParams, UnsupportedError
+from paged_attn import LLM, SamplingParams, UnsupportedError, explain
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.engine.tracing.experts_as_ops import proved_experts
 from tests.engine.tracing.looping.blocks import CHOSEN, HIDDEN, INNER, Model, Plain, greedy
@@ -84,6 +84,7 @@ def test_a_capacity_in_a_loop_holds_within_each_request(limit: int) -> None:
     with LLM(model, num_pages=64) as llm:
         nodes = llm.engine.runner.compiled.rewrite.gm.graph.nodes
         assert not any(node.target is EXPERTS for node in nodes)
+        assert "\n  as written   blocks.{0-1} (OfOneExpert) is no op of experts: " in explain(llm)
         assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [greedy(model, prompt, 4) for prompt in PROMPTS]
 
 

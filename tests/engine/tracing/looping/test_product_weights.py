@@ -27,7 +27,7 @@ GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True)
 PROMPTS = random_prompts((1, 5, 17, 33))
 PROVED = [
     "ThreeById", "OwnStacks", "SortedRows", "CalledWithWeights", "ParallelLists", "Gathered", "Dense", "ListOfOwnLinears",
-    "CalledWithTheirWeights", "Dispatched", "Unsure", "Padded",
+    "CalledWithTheirWeights", "Dispatched", "Unsure", "Padded", "ScaledBefore",
 ]  # fmt: skip
 
 
