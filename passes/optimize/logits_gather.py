@@ -28,6 +28,7 @@ from paged_attn.passes.fx.graph_tools import (
     is_view,
     remove_dead_code,
     shape_at,
+    sizes_of,
     symbol,
     value_of,
 )
@@ -206,9 +207,15 @@ def _example(node: fx.Node, examples: Mapping[fx.Node, Any], random: Callable[[f
     while source not in examples and is_view(source) and len(source.all_input_nodes) == 1:
         views.insert(0, source)
         (source,) = source.all_input_nodes
-    if source in examples:
+    if source in examples and not _is_merged(source, examples[source]):
         return evaluate_all(views, {source: examples[source]})[node]
     return random(node) if isinstance(value_of(node), Tensor) else value_of(node)
+
+
+def _is_merged(source: fx.Node, example: Any) -> bool:
+    """Whether the graph's input stands for more than its tensor: for the experts' weights that will lie in one with it."""
+    sizes = sizes_of(source)
+    return isinstance(example, Tensor) and all(isinstance(size, int) for size in sizes) and sizes != tuple(example.shape)
 
 
 def _counted(fewer: GatheredRegion, length: int) -> dict[fx.Node, Any]:

@@ -166,6 +166,17 @@ def llama() -> Any:
     return model
 
 
+def test_rows_are_picked_early_where_a_part_stands_for_the_experts_together() -> None:
+    """The graph's input that takes all of them is one expert's while the graph is made."""
+    from tests.oracle import greedy as generated
+
+    model = llama()
+    with LLM(model, num_pages=64) as llm:
+        assert count(llm, EXPERTS) == len(model.model.layers)
+        assert llm.engine.runner.compiled.rewrite.counts["early_logits_gather"] > 0
+        assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [generated(model, prompt, 8) for prompt in PROMPTS]
+
+
 def test_adapters_beside_experts(tmp_path: Path) -> None:
     """Those for attention and the router are served; those for experts have no place, and are refused."""
     peft = pytest.importorskip("peft")
