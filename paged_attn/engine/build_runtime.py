@@ -53,7 +53,7 @@ class Runtime:
         config: the settings as device and model allow them.
         is_causal: no token sees later ones.
         defaults: values of params that a request does not set.
-        states, state_pool: of recurrent layers; the pool is None without them.
+        state_pool: of recurrent layers; None without them.
         lora_step_runner: runs steps in which a request has an adapter; None without adapters, as `adapters` is.
         threads: of steps on a CPU; None elsewhere.
     """
