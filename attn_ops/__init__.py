@@ -2,5 +2,5 @@
 
 In: specs, and a step's batch and pools. Out: ops that a graph calls.
 Change: ops: `ops/`; specs: `specs/`; batches: `batch/`; KV memory and state slots: `kv/`; recurrences in plain PyTorch: `scans/`.
-Change: errors that users can cause: `errors.py`; the forward context: `context.py`.
+Change: errors that users can cause: `errors.py`; the forward context: `context.py`; what Triton has built in C: `triton_launchers.py`.
 """

@@ -27,6 +27,7 @@ from triton import knobs
 from triton.runtime import JITFunction, driver
 
 from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.triton_launchers import writes_launchers
 from paged_attn.backends.compiling.compile_job import Boxes, Job, settle_key
 from paged_attn.backends.compiling.compile_pool import Jobs, Workers
 
@@ -105,7 +106,7 @@ def _compile(
         return
     job = replace(Job.of(kernel, target, grid, arguments, constants), note=note, urgent=urgent)
     if device.type == "cuda" and torch.version.hip is None:
-        job = replace(job, launcher=True)
+        job = replace(job, launcher=writes_launchers())
     _under_way.setdefault(kernel, {})[variant] = future
     jobs.append((pickle.dumps(job), future))
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from triton.runtime import JITFunction
 
+from paged_attn.attn_ops.triton_launchers import build_launcher
+
 LOWEST = 19  # of processes
 
 
@@ -64,7 +66,7 @@ class Job:
         target: the GPU, in Triton's terms.
         arguments: the launch's, with dtypes in place of tensors.
         note: the file to create when it is done; see `compile_ahead.note_of`.
-        launcher: also build the launcher, which Triton up to 3.6 writes in C for each signature.
+        launcher: also build the launcher.
         urgent: if not, the process takes the lowest priority, for good.
     """
 
@@ -93,9 +95,7 @@ class Job:
         settle_key(kernel)
         compiled = kernel.warmup(*map(_for_warmup, self.arguments), grid=self.grid, **self.constants)
         if self.launcher:
-            from triton.backends.nvidia.driver import CudaLauncher
-
-            CudaLauncher(compiled.src, compiled.metadata)
+            build_launcher(compiled)
         if self.note is not None:
             self.note.parent.mkdir(parents=True, exist_ok=True)
             self.note.touch()

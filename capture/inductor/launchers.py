@@ -8,18 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
-
-def writes_launchers() -> bool:
-    """Whether the installed Triton has launchers built in C."""
-    if find_spec("triton") is None or find_spec("triton.backends.nvidia") is None:
-        return False
-    from triton.backends.nvidia import driver
-
-    return hasattr(driver, "make_launcher")
+from paged_attn.attn_ops.triton_launchers import build_launcher, writes_launchers
 
 
 @contextlib.contextmanager
@@ -38,10 +30,9 @@ def compile_with_launchers(*arguments: Any) -> Any:
     """Replaces `_worker_compile_triton` of Inductor, with its arguments and result; runs in a process of Inductor's."""
     from torch._inductor.runtime.compile_tasks import _worker_compile_triton
     from torch._inductor.runtime.triton_heuristics import TritonCompileResult
-    from triton.backends.nvidia.driver import CudaLauncher
 
     kernel, microseconds = _worker_compile_triton(*arguments)
     for result in kernel.compile_results:
         if isinstance(result, TritonCompileResult) and result.kernel.metadata.target.backend == "cuda":
-            CudaLauncher(result.kernel.src, result.kernel.metadata)
+            build_launcher(result.kernel)
     return kernel, microseconds

@@ -11,6 +11,7 @@ from torch._inductor import async_compile
 from torch._inductor.runtime import compile_tasks
 from torch._inductor.runtime.triton_heuristics import TritonCompileResult
 
+from paged_attn.attn_ops.triton_launchers import writes_launchers
 from paged_attn.capture.compiled_pieces import pieces
 from paged_attn.capture.inductor import launchers
 
@@ -45,4 +46,4 @@ def test_pieces_are_compiled_so_where_triton_writes_launchers(writes: bool, monk
 
 def test_triton_from_3_7_on_writes_none() -> None:
     triton = pytest.importorskip("triton")
-    assert launchers.writes_launchers() == (tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
+    assert writes_launchers() == (tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))

@@ -14,7 +14,8 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from paged_attn import LLM, SamplingParams
 from paged_attn.attn_ops.ops.linears.linear import LINEAR, ONE_ROW_KERNEL
-from paged_attn.capture.inductor.launchers import building_launchers, writes_launchers
+from paged_attn.attn_ops.triton_launchers import writes_launchers
+from paged_attn.capture.inductor.launchers import building_launchers
 from paged_attn.capture.inductor.pdl import pdl, waiting_first
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build

@@ -153,11 +153,11 @@ def _general_products(
         x, pairs, blocks, w1, b1, inner, arrived, num_blocks, x.stride(0), *strides_of(w1, width), 0 if b1 is None else b1.stride(0),
         gating.limit, gating.alpha, HAS_BIAS=b1 is not None, **constants_of(gating), **tilings[0].constants, **how, **early,
     )  # fmt: skip
-    launch(
+    launch(  # not early: beside the first product its programs would crowd some multiprocessors
         grouped_second, (num_blocks * columns,),
         inner, pairs, blocks, weights, w2, b2, parts, output, arrived, num_blocks, *w2.stride(), 0 if b2 is None else b2.stride(0),
         HAS_BIAS=b2 is not None, EARLY=early["EARLY"], **tilings[1].constants, **how,
-    )  # not launched early: with the first it would crowd some multiprocessors  # fmt: skip
+    )  # fmt: skip
 
 
 def sorted_pairs(ids: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:

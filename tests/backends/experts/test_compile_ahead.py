@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ pytest.importorskip("triton")
 from paged_attn.attn_ops.ops.experts import EXPERTS, ONE_BY_ONE
 from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.backends.compiling import compile_ahead
+from paged_attn.backends.compiling.compile_job import CompilingDriver
 from paged_attn.backends.experts.one_by_one import OneByOneBackend
 from paged_attn.backends.experts.triton.grouped import ONE_PROGRAM, tiling_for, token_counts
 from paged_attn.compiled.experts_ahead import compile_graph_ahead
@@ -74,6 +78,20 @@ def test_nothing_is_launched_while_compiling() -> None:
     with compile_ahead.compiling_ahead(torch.device("cpu")):
         compile_ahead.launch(kernel, (1,), torch.empty(2))
     assert not kernel.launched
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_launcher_is_asked_for_where_triton_has_it_built_in_c(writes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Elsewhere there is none, and each job failed over it."""
+    jobs: list[Any] = []
+    monkeypatch.setattr(compile_ahead, "driver", SimpleNamespace(active=CompilingDriver("a GPU")))
+    monkeypatch.setattr(compile_ahead, "note_of", lambda *_: tmp_path / "none")
+    monkeypatch.setattr(compile_ahead, "_asked", {})
+    monkeypatch.setattr(compile_ahead, "_under_way", {})
+    monkeypatch.setattr(compile_ahead, "writes_launchers", lambda: writes)
+    compile_ahead._compile(Kernel(), (1,), (), {}, torch.device("cuda"), jobs, True)
+    ((job, _),) = jobs
+    assert pickle.loads(job).launcher == writes
 
 
 @pytest.mark.parametrize(("experts", "top_k"), SIZES)

@@ -216,31 +216,34 @@ class Skipped(OneHotLoop):
         return result.view(hidden_states.shape)
 
 
-class Squared(OneHotLoop):
+class Changed(OneHotLoop):
+    """Changes what its experts make."""
+
+    def changed(self, made: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        rows = hidden_states.view(-1, HIDDEN)
+        weights, chosen = self.gate(rows).softmax(-1).topk(2)
+        result = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            row, place = torch.where(chosen == index)
+            result.index_add_(0, row, self.changed(expert(rows[row])) * weights[row, place, None])
+        return result.view(hidden_states.shape)
+
+
+class Squared(Changed):
     """What experts make counts twice as much where it is positive."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        rows = hidden_states.view(-1, HIDDEN)
-        weights, chosen = self.gate(rows).softmax(-1).topk(2)
-        result = torch.zeros_like(rows)
-        for index, expert in enumerate(self.experts):
-            row, place = torch.where(chosen == index)
-            made = expert(rows[row])
-            result.index_add_(0, row, (made + made.relu() * 0.01) * weights[row, place, None])
-        return result.view(hidden_states.shape)
+    def changed(self, made: Tensor) -> Tensor:
+        return made + made.relu() * 0.01
 
 
-class Clipped(OneHotLoop):
+class Clipped(Changed):
     """What experts make is clamped, which usual numbers never reach."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        rows = hidden_states.view(-1, HIDDEN)
-        weights, chosen = self.gate(rows).softmax(-1).topk(2)
-        result = torch.zeros_like(rows)
-        for index, expert in enumerate(self.experts):
-            row, place = torch.where(chosen == index)
-            result.index_add_(0, row, expert(rows[row]).clamp(-20, 20) * weights[row, place, None])
-        return result.view(hidden_states.shape)
+    def changed(self, made: Tensor) -> Tensor:
+        return made.clamp(-20, 20)
 
 
 class Branching(OneHotLoop):
