@@ -12,6 +12,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from paged_attn.capture.inductor.cache_mark import marked
 from paged_attn.capture.inductor.launch_sizes import ROWS, blocks_for_many_rows
 from paged_attn.capture.inductor.pdl import pdl, waiting_first
+from paged_attn.capture.inductor.reductions import short_rows_whole
 
 
 class Users(CustomGraphPass):
@@ -37,6 +38,8 @@ def test_every_change_has_a_key_of_its_own() -> None:
         keys.append(key())
         assert "wait first" in repr(keys[-1]) and f"{ROWS} rows" in repr(keys[-1])
     with blocks_for_many_rows():
+        keys.append(key())
+    with short_rows_whole():
         keys.append(key())
     with config.patch({"post_grad_custom_post_pass": Users()}):
         keys.append(key())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from paged_attn.capture.inductor.launch_sizes import ROWS, blocks_for_many_rows
+from paged_attn.capture.inductor.reductions import short_rows_whole
 
 COLUMNS = 96
 
@@ -41,3 +43,24 @@ def test_blocks_are_for_many_rows(many: bool) -> None:
     rows = ROWS if many else 6
     (found,) = set(hints(many))
     assert found == 1 << (rows * COLUMNS - 1).bit_length()
+
+
+def turned_and_normed(x: torch.Tensor) -> torch.Tensor:
+    """Llama 4's heads: neighbouring numbers are turned, then each head's 128 are normed."""
+    pairs = x.unflatten(-1, (-1, 2))
+    heads = torch.stack([pairs[..., 0] * 0.5 - pairs[..., 1], pairs[..., 1] * 0.5 + pairs[..., 0]], -1).flatten(2)
+    return heads * torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_short_row_read_out_of_order_is_held_whole(whole: bool) -> None:
+    torch._dynamo.reset()
+    x = torch.randn(6, 4, 128, device="cuda")
+    torch._dynamo.mark_dynamic(x, 0)
+    compiled = torch.compile(turned_and_normed)
+    with torch.no_grad(), fresh_cache(), short_rows_whole() if whole else contextlib.nullcontext():
+        _, sources = run_and_get_code(compiled, x)
+        for rows in (1, 7, 500):
+            x = torch.randn(rows, 4, 128, device="cuda")
+            torch.testing.assert_close(compiled(x), turned_and_normed(x))
+    assert ("@triton_heuristics.persistent_reduction" in "\n".join(sources)) is whole
