@@ -1,6 +1,6 @@
 """What we change about Inductor's Triton kernels.
 
 In: Inductor's code. Out: the same with our changes, and a disk cache key that includes them (`cache_mark.py`).
-Change: early starts (PDL): `pdl.py`; block sizes for many rows: `launch_sizes.py`; short rows held whole: `reductions.py`.
+Change: early starts (PDL): `pdl.py`; block sizes for many rows: `launch_sizes.py`; which reductions run along rows: `reductions.py`.
 Change: where Triton keeps what it compiled, and processes that compile: `triton_cache.py`; what they build: `launchers.py`.
 """

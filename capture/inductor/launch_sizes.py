@@ -2,8 +2,8 @@
 
 Inductor derives block sizes from the sizes that it traced, here a handful of tokens. An element-wise kernel then gets blocks of 256
 elements and one warp, and spends most of its time starting blocks on a prompt's rows: RoPE of 2,048 rows took 51 us, and 17 us with
-blocks of 1,024 (H200, docs/capture.md). Only block sizes are changed here; what a kernel computes, and for which sizes it is valid, stays
-as Inductor decides.
+blocks of 1,024 (H200, docs/capture.md). And a few long rows are reduced in parts by two kernels, to fill a GPU that many rows fill
+by themselves. Only that is changed here; what a kernel computes, and for which sizes it is valid, stays as Inductor decides.
 """
 
 from __future__ import annotations
@@ -23,16 +23,25 @@ ROWS = 2047  # Inductor rounds up to a power of 2; this is not one itself, so no
 
 @contextlib.contextmanager
 def blocks_for_many_rows() -> Iterator[None]:
-    """Inside, Inductor chooses blocks as if each smaller traced size were `ROWS`."""
+    """Inside, Inductor chooses blocks, and whether it splits reductions, as if each smaller traced size were `ROWS`."""
     from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.ir import Reduction
 
-    write = TritonKernel.codegen_kernel
+    write, split = TritonKernel.codegen_kernel, Reduction.num_splits
 
     def written(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         with _many_rows():
             return write(kernel, *args, **kwargs)
 
-    with marked(f"blocks for {ROWS} rows"), patch.object(TritonKernel, "codegen_kernel", written):
+    def splits(*args: Any, **kwargs: Any) -> Any:
+        with _many_rows():
+            return split(*args, **kwargs)
+
+    with (
+        marked(f"blocks and splits for {ROWS} rows"),
+        patch.object(TritonKernel, "codegen_kernel", written),
+        patch.object(Reduction, "num_splits", staticmethod(splits)),
+    ):
         yield
 
 

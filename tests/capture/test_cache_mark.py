@@ -12,7 +12,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from paged_attn.capture.inductor.cache_mark import marked
 from paged_attn.capture.inductor.launch_sizes import ROWS, blocks_for_many_rows
 from paged_attn.capture.inductor.pdl import pdl, waiting_first
-from paged_attn.capture.inductor.reductions import short_rows_whole
+from paged_attn.capture.inductor.reductions import rows_in_any_order
 
 
 class Users(CustomGraphPass):
@@ -39,7 +39,7 @@ def test_every_change_has_a_key_of_its_own() -> None:
         assert "wait first" in repr(keys[-1]) and f"{ROWS} rows" in repr(keys[-1])
     with blocks_for_many_rows():
         keys.append(key())
-    with short_rows_whole():
+    with rows_in_any_order():
         keys.append(key())
     with config.patch({"post_grad_custom_post_pass": Users()}):
         keys.append(key())

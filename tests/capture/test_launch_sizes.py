@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch._dynamo.source import ConstantSource
 from torch._inductor import config
 from torch._inductor.codegen.triton import TritonKernel
@@ -12,6 +13,7 @@ from torch._inductor.sizevars import SizeVarAllocator
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from paged_attn.capture.inductor.launch_sizes import ROWS, blocks_for_many_rows
+from tests.capture.gpu_code import kernels_for_gpu
 
 HINT = next(name for name in ("symbolic_hint", "optimization_hint") if hasattr(SizeVarAllocator, name))
 
@@ -69,3 +71,17 @@ def test_an_error_leaves_inductor_as_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ZeroDivisionError), blocks_for_many_rows():
         write(Traced(6))
     assert TritonKernel.codegen_kernel is fails and getattr(SizeVarAllocator, HINT) is hint and config.post_grad_custom_post_pass is None
+
+
+def test_a_few_long_rows_are_reduced_by_one_kernel() -> None:
+    """As many are; Inductor alone lets several programs share each of a few rows of 16,384, and a second kernel join their parts."""
+
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+    def kernels() -> int:
+        return kernels_for_gpu(normed, (6, 16384)).count("@triton_heuristics.")
+
+    before = kernels()
+    with blocks_for_many_rows():
+        assert kernels() == 1 < before

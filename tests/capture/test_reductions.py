@@ -1,34 +1,64 @@
-"""Which reductions hold their rows whole: short ones in any order, and otherwise as Inductor decides."""
+"""Inductor takes a reduction for one along rows, or of columns, by where rows lie, not by the order in which a row is read."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import re
+from collections.abc import Callable
 
 import pytest
-import sympy
-from torch._inductor.choices import InductorChoices
-from torch._inductor.runtime.hints import ReductionHint
+import torch
 
-from paged_attn.capture.inductor.reductions import LONGEST, short_rows_whole
+from paged_attn.capture.inductor.reductions import rows_in_any_order
+from tests.capture.gpu_code import kernels_for_gpu
+
+Function = Callable[..., torch.Tensor]
+
+
+def turned_and_normed(x: torch.Tensor) -> torch.Tensor:
+    """[T, heads, head dim]: neighbouring numbers are rotated, then each head is normed, as in Llama 4."""
+    pairs = x.unflatten(-1, (-1, 2))
+    heads = torch.stack([pairs[..., 0] * 0.5 - pairs[..., 1], pairs[..., 1] * 0.5 + pairs[..., 0]], -1).flatten(2)
+    return heads * torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def normed(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def summed_heads(x: torch.Tensor) -> torch.Tensor:
+    return x.sum(1)
+
+
+def scaled_and_summed(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (x * scale).sum(-1)
+
+
+def products_of_columns(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (x.transpose(1, 2) * y).sum(-1)
+
+
+def reductions(source: str) -> list[tuple[str, str]]:
+    """The kind of each kernel that reduces, and the order that Inductor knows."""
+    return re.findall(r"@triton_heuristics\.(persistent_reduction|reduction)\(.*?reduction_hint=ReductionHint\.(\w+)", source, re.DOTALL)
+
+
+WHOLE, IN_PARTS, COLUMNS = ("persistent_reduction", "INNER"), ("reduction", "INNER"), ("reduction", "OUTER")
 
 
 @pytest.mark.parametrize(
-    ("hint", "numbers", "cooperative", "whole"),
+    ("function", "shapes", "before", "now"),
     [
-        (ReductionHint.DEFAULT, sympy.Integer(128), False, True),
-        (ReductionHint.DEFAULT, sympy.Integer(LONGEST), False, True),
-        (ReductionHint.DEFAULT, sympy.Integer(LONGEST + 1), False, False),
-        (ReductionHint.DEFAULT, sympy.Symbol("s0", integer=True), False, False),
-        (ReductionHint.DEFAULT, sympy.Integer(128), True, False),
-        (ReductionHint.OUTER, sympy.Integer(128), False, False),
+        (turned_and_normed, [(6, 40, 128)], [COLUMNS], [WHOLE]),
+        (normed, [(6, 40, 128)], [WHOLE], [WHOLE]),
+        (normed, [(6, 8192)], [IN_PARTS], [IN_PARTS]),
+        (scaled_and_summed, [(6, 100, 128), (6, 100, 1)], [WHOLE], [WHOLE]),
+        (summed_heads, [(6, 100, 128)], [COLUMNS], [COLUMNS]),
+        (products_of_columns, [(6, 100, 128), (6, 128, 100)], [COLUMNS], [COLUMNS]),
     ],
 )
-def test_short_rows_are_held_whole(
-    hint: ReductionHint, numbers: sympy.Expr, cooperative: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
+def test_rows_are_rows_in_any_order(
+    function: Function, shapes: list[tuple[int, ...]], before: list[tuple[str, str]], now: list[tuple[str, str]]
 ) -> None:
-    inductors = staticmethod(lambda features, cooperative_reduction: False)
-    monkeypatch.setattr(InductorChoices, "should_use_persistent_reduction", inductors)
-    features = SimpleNamespace(get_reduction_hint=lambda: hint, reduction_numel=numbers)
-    with short_rows_whole():
-        assert InductorChoices().should_use_persistent_reduction(features, cooperative) is whole  # type: ignore[arg-type]
-    assert InductorChoices().should_use_persistent_reduction(features, cooperative) is False  # type: ignore[arg-type]
+    assert reductions(kernels_for_gpu(function, *shapes)) == before
+    with rows_in_any_order():
+        assert reductions(kernels_for_gpu(function, *shapes)) == now

@@ -10,7 +10,7 @@ import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from paged_attn.capture.inductor.launch_sizes import ROWS, blocks_for_many_rows
-from paged_attn.capture.inductor.reductions import short_rows_whole
+from paged_attn.capture.inductor.reductions import rows_in_any_order
 
 COLUMNS = 96
 
@@ -52,15 +52,15 @@ def turned_and_normed(x: torch.Tensor) -> torch.Tensor:
     return heads * torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + 1e-5)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_short_row_read_out_of_order_is_held_whole(whole: bool) -> None:
+@pytest.mark.parametrize("rows_known", [True, False])
+def test_a_row_read_out_of_order_is_held_whole(rows_known: bool) -> None:
     torch._dynamo.reset()
     x = torch.randn(6, 4, 128, device="cuda")
     torch._dynamo.mark_dynamic(x, 0)
     compiled = torch.compile(turned_and_normed)
-    with torch.no_grad(), fresh_cache(), short_rows_whole() if whole else contextlib.nullcontext():
+    with torch.no_grad(), fresh_cache(), rows_in_any_order() if rows_known else contextlib.nullcontext():
         _, sources = run_and_get_code(compiled, x)
         for rows in (1, 7, 500):
             x = torch.randn(rows, 4, 128, device="cuda")
             torch.testing.assert_close(compiled(x), turned_and_normed(x))
-    assert ("@triton_heuristics.persistent_reduction" in "\n".join(sources)) is whole
+    assert ("@triton_heuristics.persistent_reduction" in "\n".join(sources)) is rows_known
