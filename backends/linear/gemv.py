@@ -6,6 +6,9 @@ arrive while that one ends (CUDA programming guide, "Programmatic Dependent Laun
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -15,18 +18,27 @@ from paged_attn.backends.linear.gemv_kernel import one_row_kernel
 from paged_attn.backends.machine import machine_of, power_of_2
 from paged_attn.backends.unit_stride import unit_last
 
-LONGEST_ROW = 32768  # bytes; longest weight row that a program can hold
+LONGEST_ROW = 40960  # bytes; longest weight row that a program can hold
+LONG = 16384  # elements; of longer rows that have a rest, a program takes one
 PROGRAM_ELEMENTS = 4096  # fewest elements of the weight per program, so that enough loads are in flight
-NUM_WARPS = 8  # a decode step takes 0.6 % less than with 4, also for programs of 8 KiB
-# A row that fills less than two thirds of a block of at most LONGEST_SPARSE elements shares its program with another one. H200, TB/s of
-# 131,072 rows of bf16, one and two at a time: 2,304 elements 3.22, 3.54; 5,120 elements 3.49, 4.51; but 2,880 3.90, 3.86; 3,840 4.54, 4.37.
-LONGEST_SPARSE = 8192
+
+
+class _Blocks(NamedTuple):
+    """How a program holds rows of the weight: each in a block of a power of 2, and what that does not hold in a smaller one (or 0)."""
+
+    rows: int
+    block: int
+    rest: int
+    warps: int
+
+
 _fast_one_row = FastKernel(one_row_kernel)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel supports this dtype and size."""
-    long = power_of_2(weight.shape[1]) * weight.itemsize > LONGEST_ROW
+    blocks = _blocks(weight.shape[1])
+    long = (blocks.block + blocks.rest) * weight.itemsize > LONGEST_ROW
     return weight.is_floating_point() and 2 <= weight.itemsize <= 4 and weight.stride(1) == 1 and x.stride(-1) == 1 and not long
 
 
@@ -39,17 +51,27 @@ def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.
         return None
     count, length, bias = *weight.shape, unit_last(bias)
     out = x.new_empty((*x.shape[:-1], count), dtype=dtype)
-    block_k = power_of_2(length)
-    block_n = _rows_of_a_program(length, block_k)
+    blocks = _blocks(length)
     early = machine_of(x.device).early
-    constants = {"BLOCK_N": block_n, "BLOCK_K": block_k, "HAS_BIAS": bias is not None, "EARLY": early}
-    options = {"num_warps": NUM_WARPS, "launch_pdl": early}
+    constants = {"BLOCK_N": blocks.rows, "BLOCK_K": blocks.block, "REST_K": blocks.rest, "HAS_BIAS": bias is not None, "EARLY": early}
+    options = {"num_warps": blocks.warps, "launch_pdl": early}
     key = (weight.dtype, out.dtype, count, length, weight.stride(0), None if bias is None else bias.dtype)
     arguments = (x, weight, weight if bias is None else bias, out, count, length, weight.stride(0))
-    _fast_one_row(key, (triton.cdiv(count, block_n), 1), arguments, constants, options, device_index(x.device))
+    _fast_one_row(key, (triton.cdiv(count, blocks.rows), 1), arguments, constants, options, device_index(x.device))
     return out
 
 
-def _rows_of_a_program(length: int, block_k: int) -> int:
-    rows = max(PROGRAM_ELEMENTS // block_k, 1)
-    return 2 * rows if 3 * length < 2 * block_k <= 2 * LONGEST_SPARSE else rows
+@functools.cache
+def _blocks(length: int) -> _Blocks:
+    """H200, TB/s of products of 56 MB of bf16 in a row, with one block and with two: 2,304 elements 3.20, 3.65; 2,880 3.37, 3.72;
+    5,120 3.37, 3.70; 11,008 3.44, 3.64; of 12 MB, where starting counts more, 2.40, 2.79; 2.58, 2.79; 2.21, 2.86; 2.20, 2.89.
+    """
+    whole = power_of_2(length)
+    half = whole // 2
+    rest = max(power_of_2(length - half), 16)
+    if length == whole or rest >= half:  # two blocks would be as large as one
+        return _Blocks(max(PROGRAM_ELEMENTS // whole, 1), whole, 0, warps=8)  # a decode step takes 0.6 % less than with 4
+    rows = 2 if length < LONG else 1
+    while rows * (half + rest) * 2 <= 2 * PROGRAM_ELEMENTS:
+        rows *= 2
+    return _Blocks(rows, half, rest, warps=4 if length <= 2 * PROGRAM_ELEMENTS else 8)

@@ -18,7 +18,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize(("count", "length"), [(1, 1), (7, 48), (64, 64), (33, 100), (5, 1000), (3, 4097)])
+@pytest.mark.parametrize(("count", "length"), [(1, 1), (7, 48), (64, 64), (33, 100), (5, 1000), (3, 4097), (9, 2880), (5, 9000)])
 def test_kernel(dtype: torch.dtype, biased: bool, count: int, length: int) -> None:
     x, weight = numbers(1, 1, length, dtype=dtype), numbers(count, length, dtype=dtype)
     bias = numbers(count, dtype=dtype) if biased else None
@@ -52,10 +52,10 @@ def test_rows_of_a_wider_weight() -> None:
 @pytest.mark.parametrize(
     ("weight", "served"),
     [
-        (torch.empty(4, 16384, dtype=torch.bfloat16), True),
-        (torch.empty(4, 16385, dtype=torch.bfloat16), False),
-        (torch.empty(4, 8192), True),
-        (torch.empty(4, 8193), False),
+        (torch.empty(4, 20480, dtype=torch.bfloat16), True),
+        (torch.empty(4, 20481, dtype=torch.bfloat16), False),
+        (torch.empty(4, 10240), True),
+        (torch.empty(4, 10241), False),
         (torch.empty(4, 64, dtype=torch.float64), False),
         (torch.empty(4, 64, dtype=torch.float8_e4m3fn), False),
         (torch.empty(4, 64, dtype=torch.int32), False),

@@ -16,7 +16,19 @@ if torch.cuda.is_available():
     from paged_attn.backends.linear.gemv import fits, one_row_linear
 
     ONE_ROW_KERNEL.use(one_row_linear)  # as engines do
-SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (96, 48), (1000, 1000), (7, 16384)]
+SHAPES = [
+    (6144, 4096),
+    (4096, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (128256, 4096),
+    (96, 48),
+    (1000, 1000),
+    (7, 16384),
+    (5120, 2880),
+    (2304, 11008),
+    (3584, 18944),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -36,7 +48,7 @@ def test_numbers(dtype: torch.dtype, count: int, length: int) -> None:
         assert error <= torch.finfo(dtype).eps + 1e-6
 
 
-@pytest.mark.parametrize("length", [1024, 4096])
+@pytest.mark.parametrize("length", [1024, 2880, 4096])
 def test_a_captured_chain_reads_what_the_kernels_before_it_wrote(length: int) -> None:
     """Each product starts early, behind long kernels and behind other products, and x is different in each replay."""
     weights = [torch.randn(length, length, device="cuda", dtype=torch.bfloat16) * length**-0.5 for _ in range(6)]
