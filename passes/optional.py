@@ -1,7 +1,8 @@
 """Which passes may be left out, by name. Imports nothing, since settings are checked with it."""
 
 OPTIONAL = (
-    "latent_attention", "experts", "scans", "complex_as_real", "early_logits_gather", "routing", "merge_linears", "linear_float32", "gemv",
+    "latent_attention", "experts", "scans", "complex_as_real", "early_logits_gather", "routing", "merge_linears", "late_views",
+    "linear_float32", "gemv",
 )  # fmt: skip
 
 

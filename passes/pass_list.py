@@ -20,6 +20,7 @@ from paged_attn.passes.fx.graph_tools import name_of, remove_dead_code, shape_of
 from paged_attn.passes.fx.model_facts import max_positions
 from paged_attn.passes.optimize.complex_as_real import complex_as_real
 from paged_attn.passes.optimize.dense_experts import replace_dense_experts
+from paged_attn.passes.optimize.late_views import make_views_late
 from paged_attn.passes.optimize.linears.float32_products import use_linear_float32
 from paged_attn.passes.optimize.linears.gemv import use_gemv
 from paged_attn.passes.optimize.linears.merge import merge_linears
@@ -170,6 +171,10 @@ PASSES = (
         lambda graph, facts: fuse_routing(graph, facts.values), "{} routers are one op each",
     ),
     GraphPass("merge_linears", "one matrix product for q, k and v, one for gate and up", _merge),
+    GraphPass(
+        "late_views", "parts of a product are taken where they are first used, so that no piece copies them for another",
+        lambda graph, facts: make_views_late(graph), "{} views and copies are made later",
+    ),
     GraphPass(
         "linear_float32", "products in float32 of tensors in 16 bits, as routers have, without casts",
         lambda graph, facts: use_linear_float32(graph, facts.form, facts.values),

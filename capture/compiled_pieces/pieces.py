@@ -19,6 +19,7 @@ from paged_attn.capture.inductor.launch_sizes import blocks_for_many_rows
 from paged_attn.capture.inductor.launchers import building_launchers
 from paged_attn.capture.inductor.pdl import waiting_first
 from paged_attn.capture.inductor.reductions import rows_in_any_order
+from paged_attn.capture.inductor.reshapes import rows_set_aside
 from paged_attn.capture.inductor.triton_cache import pin_triton_cache
 from paged_attn.capture.split.fingerprint import portable
 from paged_attn.capture.split.split_graph import SplitGraph
@@ -70,7 +71,7 @@ def inductor(piece: fx.GraphModule, inputs: Sequence[Any]) -> Artifact:
     would be timed on the few tokens of the trace, where all are equally fast, and the one chosen can be 1.4 times slower on thousands.
     """
     options = {"config_patches": {"triton.autotune_at_compile_time": False}}
-    with waiting_first(), blocks_for_many_rows(), rows_in_any_order(), building_launchers():
+    with waiting_first(), blocks_for_many_rows(), rows_in_any_order(), rows_set_aside(), building_launchers():
         return torch._inductor.standalone_compile(piece, list(inputs), dynamic_shapes="from_tracing_context", options=options)
 
 

@@ -26,6 +26,11 @@ _INPLACE_FUNCTIONS = {
 _COPY_OF = "copy_of"
 TRACED_DTYPE = "traced_dtype"  # key in a node's meta, for graphs from disk
 _OF_MODULE = re.compile(r"L\['(self|model)'\]|L\['args'\]\[0\]\.(?!(size|stride|storage_offset)\()")
+MOVES = {
+    "view", "reshape", "flatten", "unflatten", "transpose", "permute", "swapaxes", "movedim", "squeeze", "unsqueeze", "split",
+    "split_with_sizes", "chunk", "unbind", "narrow", "select", "slice", "contiguous", "clone", "getitem",
+}  # fmt: skip
+JOINS = {"cat", "concat", "concatenate"}
 LINEARS = (F.linear, torch.ops.aten.linear.default)
 _SIDE_EFFECTS = {"manual_seed", "_assert", "_assert_async", "_set_grad_enabled"}
 _VIEWS = {

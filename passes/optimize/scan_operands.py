@@ -20,14 +20,9 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from paged_attn.attn_ops.ops.scans import GATED_DELTA_RULE, SHORT_CONV
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import call_with_value, is_written, name_of, shape_of, value_of
+from paged_attn.passes.fx.graph_tools import JOINS, MOVES, call_with_value, is_written, name_of, shape_of, value_of
 from paged_attn.passes.replace.kv_heads import KVSource, head_rows, on_distinct_numbers, rows_in, unrepeated
 
-_MOVES = {
-    "cat", "concat", "concatenate", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "swapaxes", "movedim", "squeeze",
-    "unsqueeze", "split", "split_with_sizes", "chunk", "unbind", "narrow", "select", "slice", "contiguous", "clone", "getitem",
-}  # fmt: skip
-_JOINS = {"cat", "concat", "concatenate"}
 MAX_NODES = 64
 MOST_PARTS = 8
 LEAST_WIDTH = 8  # least adjacent elements that a kernel reads together
@@ -59,12 +54,12 @@ def _joined(x: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
     pending, chain = {x}, set[fx.Node]()
     while pending:
         latest = max(pending)
-        if name_of(latest) not in _MOVES or len(chain) == MAX_NODES:
+        if name_of(latest) not in MOVES | JOINS or len(chain) == MAX_NODES:
             break
         pending.remove(latest)
         chain.add(latest)
         pending.update(node for node in latest.all_input_nodes if _has_tensors(value_of(node)))
-    if len(pending) != 1 or not any(name_of(node) in _JOINS for node in chain):
+    if len(pending) != 1 or not any(name_of(node) in JOINS for node in chain):
         return None
     base = pending.pop()
     return (base, sorted(chain)) if isinstance(value_of(base), Tensor) else None

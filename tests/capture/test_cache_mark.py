@@ -13,6 +13,7 @@ from paged_attn.capture.inductor.cache_mark import marked
 from paged_attn.capture.inductor.launch_sizes import ROWS, blocks_for_many_rows
 from paged_attn.capture.inductor.pdl import pdl, waiting_first
 from paged_attn.capture.inductor.reductions import rows_in_any_order
+from paged_attn.capture.inductor.reshapes import rows_set_aside
 
 
 class Users(CustomGraphPass):
@@ -39,8 +40,9 @@ def test_every_change_has_a_key_of_its_own() -> None:
         assert "wait first" in repr(keys[-1]) and f"{ROWS} rows" in repr(keys[-1])
     with blocks_for_many_rows():
         keys.append(key())
-    with rows_in_any_order():
-        keys.append(key())
+    for change in (rows_in_any_order(), rows_set_aside()):
+        with change:
+            keys.append(key())
     with config.patch({"post_grad_custom_post_pass": Users()}):
         keys.append(key())
         with blocks_for_many_rows():

@@ -45,7 +45,9 @@ def test_complex_numbers_stay_where_that_is_asked() -> None:
 
 @pytest.mark.parametrize("name", ["prove_attention", "nonsense"])
 def test_a_pass_that_is_needed_or_not_there_is_named(name: str) -> None:
-    allowed = "latent_attention, experts, scans, complex_as_real, early_logits_gather, routing, merge_linears, linear_float32, gemv"
+    allowed = (
+        "latent_attention, experts, scans, complex_as_real, early_logits_gather, routing, merge_linears, late_views, linear_float32, gemv"
+    )
     with pytest.raises(ValueError, match=f"'{name}'.* can be switched off are {allowed}"):
         EngineConfig(disable_passes=["gemv", name])
 

@@ -32,16 +32,24 @@ def step(
     x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, columns: Sequence[int], states: Tensor, rows: StateRows
 ) -> bool:
     """Computes `short_conv_step`; always True."""
-    taps, width = weight.shape[1], states.shape[2]
-    for part in _parts(x, columns, weight, bias, output, states):
-        channels = len(part.weight)
-        launch(
-            conv_step, (rows.num_decode, triton.cdiv(channels, BLOCK)),
-            *part, rows.decode_rows, rows.decode_slots, *part.x.stride(), *weight.stride(), output.stride(0), states.stride(0), C=channels,
-            GROUP=part.x.shape[2], TAPS=taps, WIDTH=width, HAS_BIAS=bias is not None, SILU=bool(activation),
-            HAS_ROWS=rows.decode_rows is not None, BLOCK=BLOCK, W=triton.next_power_of_2(width),
-        )  # fmt: skip
+    (channels, taps), width = weight.shape, states.shape[2]
+    parts = _with_first_channels(columns)
+    launch(
+        conv_step, (rows.num_decode, triton.cdiv(channels, BLOCK)),
+        x, weight, unit_last(bias), output, states, rows.decode_rows, rows.decode_slots, *x.stride(), *weight.stride(), output.stride(0),
+        states.stride(0), C=channels, PARTS=len(parts) // 5, COLUMNS=parts, TAPS=taps, WIDTH=width, HAS_BIAS=bias is not None,
+        SILU=bool(activation), HAS_ROWS=rows.decode_rows is not None, BLOCK=BLOCK, W=triton.next_power_of_2(width),
+    )  # fmt: skip
     return True
+
+
+def _with_first_channels(columns: Sequence[int]) -> tuple[int, ...]:
+    """Each part's four numbers (`channels_in`) behind its first channel."""
+    numbers, channel = list[int](), 0
+    for part in range(0, len(columns), 4):
+        numbers += [channel, *columns[part : part + 4]]
+        channel += columns[part + 1] * columns[part + 3]
+    return tuple(numbers)
 
 
 def extend(

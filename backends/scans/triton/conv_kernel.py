@@ -10,11 +10,11 @@ import triton.language as tl
 
 @triton.jit
 def conv_step(
-    x, weight, bias, output, states, rows, slots, x_row, x_group, x_channel, weight_channel, weight_tap, output_row, slot_stride,
-    C: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
-    HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
+    x, weight, bias, output, states, rows, slots, x_row, x_channel, weight_channel, weight_tap, output_row, slot_stride,
+    C: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """A row of x [T, C / GROUP, GROUP] and the state [C, WIDTH] in its slot -> output [T, C], and the state with the row appended."""
+    """C columns of a row of x and the state [C, WIDTH] in its slot -> output [T, C], and the state with the row appended."""
     i, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, slot, real = i, tl.load(slots + i).to(tl.int64), channel < C
     if HAS_ROWS:
@@ -23,7 +23,7 @@ def conv_step(
     if slot == 0:
         tl.store(out, tl.zeros([BLOCK], output.dtype.element_ty), mask=real)
     else:
-        new = tl.load(x + row.to(tl.int64) * x_row + _column(channel, x_group, x_channel, C, GROUP), mask=real, other=0.0)
+        new = tl.load(x + row.to(tl.int64) * x_row + _column_of_parts(channel, PARTS, COLUMNS) * x_channel, mask=real, other=0.0)
         state, column = states + slot * slot_stride + channel[:, None] * WIDTH, tl.arange(0, W)[None]
         shifted = tl.load(state + column + 1, mask=real[:, None] & (column < WIDTH - 1), other=0.0)
         shifted = tl.where(column == WIDTH - 1, new[:, None].to(shifted.dtype), shifted)
@@ -98,6 +98,17 @@ def conv_state(
         tl.debug_barrier()  # the whole old state has been read
         state = states + tl.load(targets + segment) * slot_stride + channel[:, None] * WIDTH + column
         tl.store(state, value, mask=held)
+
+
+@triton.jit
+def _column_of_parts(channel, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The column of a channel in x. COLUMNS has five numbers for each part: its first channel, then as in `channels_in`."""
+    column = channel
+    for part in tl.static_range(PARTS):
+        own = channel - COLUMNS[5 * part]
+        inside = COLUMNS[5 * part + 1] + own // COLUMNS[5 * part + 4] * COLUMNS[5 * part + 3] + own % COLUMNS[5 * part + 4]
+        column = tl.where(own >= 0, inside, column)
+    return column
 
 
 @triton.jit

@@ -29,6 +29,8 @@ POINTERS = {
     "sums": "*fp32", "scores": "*bf16", "step": "*fp32", "decay": "*fp32", "before": "*bf16",
 }  # fmt: skip
 CONV: dict[str, Any] = {"C": 8192, "GROUP": 8192, "TAPS": 4, "WIDTH": 4, "HAS_BIAS": True, "SILU": True, "BLOCK": 128}
+CONV_STEP: dict[str, Any] = {name: value for name, value in CONV.items() if name != "GROUP"} | {"PARTS": 0, "COLUMNS": (), "W": 4}
+QKV = (0, 0, 16, 768, 128, 2048, 128, 16, 768, 128, 4096, 256, 16, 768, 256)  # queries, keys and values of 16 groups
 SOLVED: dict[str, Any] = {
     "HEADS": 32, "REPEATS": 2, "K": 128, "V": 128, "NORMALISE": True, "CHUNK": 32, "BLOCK_K": 128, "BLOCK_V": 64, "NARROW": tl.bfloat16,
     "k_dim": 1, "v_dim": 1,
@@ -49,9 +51,10 @@ CHANNELS: dict[str, Any] = {
 }  # fmt: skip
 STEP: dict[str, Any] = {"K": 128, "V": 128, "NORMALISE": True, "HAS_ROWS": True, "BLOCK_K": 128, "BLOCK_V": 32}
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "conv_step": (conv_step, {**CONV, "W": 4, "HAS_ROWS": True}),
-    "conv_step in order": (conv_step, {**CONV, "W": 4, "HAS_ROWS": False, "rows": None, "HAS_BIAS": False, "bias": None}),
-    "conv_step narrow": (conv_step, {**CONV, "WIDTH": 3, "W": 4, "HAS_ROWS": False, "rows": None}),
+    "conv_step": (conv_step, {**CONV_STEP, "HAS_ROWS": True}),
+    "conv_step in order": (conv_step, {**CONV_STEP, "HAS_ROWS": False, "rows": None, "HAS_BIAS": False, "bias": None}),
+    "conv_step narrow": (conv_step, {**CONV_STEP, "WIDTH": 3, "HAS_ROWS": False, "rows": None}),
+    "conv_step of Qwen3-Next": (conv_step, {**CONV_STEP, "PARTS": 3, "COLUMNS": QKV, "HAS_ROWS": False, "rows": None}),
     "conv_extend of groups": (conv_extend, {**CONV, "C": 4096, "GROUP": 256, "TOKENS": 8, "BLOCK": 256, "x_channel": 1}),
     "conv_extend": (conv_extend, {**CONV, "TOKENS": 8, "BLOCK": 256, "x_channel": 1}),
     "conv_state": (conv_state, {"C": 8192, "GROUP": 8192, "WIDTH": 4, "BLOCK": 128, "W": 4}),

@@ -1,0 +1,36 @@
+"""Makes views and copies of parts of a product where they are first used.
+
+Before: F.linear -> reshape(split) -> op on pages or slots -> norm, gate
+After:  F.linear -> op on pages or slots -> reshape(split) -> norm, gate
+A part whose shape makes it a copy (every fourth group of columns) is a kernel of its own if it is made in the piece before the op. In the
+piece that uses it, it is an address of the kernel that reads it. The product itself is a tensor in any case.
+Left alone: parts of what is computed in a piece, which its kernel can write in that shape; what is written to.
+"""
+
+from __future__ import annotations
+
+from torch import SymInt, fx
+
+from paged_attn.passes.fx.graph_tools import LINEARS, MOVES, is_written, name_of, value_of
+
+
+def make_views_late(graph: fx.Graph) -> int:
+    """Rewrites in place; returns how many nodes were moved."""
+    parts = _parts_of_products(graph)
+    moved = 0
+    for node in reversed(parts):
+        first = min(node.users, default=node.next)
+        if first is not node.next and not is_written({node, *node.all_input_nodes}, node, first):
+            first.prepend(node)
+            moved += 1
+    return moved
+
+
+def _parts_of_products(graph: fx.Graph) -> list[fx.Node]:
+    """What is made of a linear's result alone, without computing anything, in graph order."""
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        sources = [each for each in node.all_input_nodes if not isinstance(value_of(each), (SymInt, int))]
+        if name_of(node) in MOVES and sources and all(each in found or each.target in LINEARS for each in sources):
+            found[node] = None
+    return list(found)
