@@ -17,7 +17,9 @@ from paged_attn.passes.fx.graph_tools import LINEARS, MOVES, is_written, name_of
 def make_views_late(graph: fx.Graph) -> int:
     """Rewrites in place; returns how many nodes were moved."""
     parts = _parts_of_products(graph)
-    moved = 0
+    for node in parts:
+        _give_each_its_own(node)
+    parts, moved = _parts_of_products(graph), 0
     for node in reversed(parts):
         first = min(node.users, default=node.next)
         if first is not node.next and not is_written({node, *node.all_input_nodes}, node, first):
@@ -34,3 +36,11 @@ def _parts_of_products(graph: fx.Graph) -> list[fx.Node]:
         if name_of(node) in MOVES and sources and all(each in found or each.target in LINEARS for each in sources):
             found[node] = None
     return list(found)
+
+
+def _give_each_its_own(node: fx.Node) -> None:
+    """What unpacks a tuple gets a tuple of its own: none may be left in another piece, which could not return it."""
+    if isinstance(value_of(node), (tuple, list)):
+        for user in list(node.users)[1:]:
+            with node.graph.inserting_before(user):
+                user.replace_input_with(node, node.graph.node_copy(node))
