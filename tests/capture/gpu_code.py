@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 from torch._dynamo.source import ConstantSource
+from torch._inductor import scheduler
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
@@ -45,6 +46,7 @@ def made_up_gpu() -> Iterator[None]:
         for name, answer in answers.items():
             stack.enter_context(patch.object(torch.cuda, name, lambda *given, answer=answer: answer))
         stack.enter_context(patch.object(DeviceProperties, "create", lambda *given: properties))
+        stack.enter_context(patch.object(scheduler, "has_triton", lambda: True))  # the real one remembers its first answer
         stack.enter_context(patch.object(AsyncCompile, "triton", lambda *given, **options: None))
         before = driver._active
         driver.set_active(CompilingDriver(GPUS["h100"].target))
