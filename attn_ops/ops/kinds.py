@@ -17,7 +17,7 @@ from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS, REQUEST_LENGTHS
 from paged_attn.attn_ops.ops.recompute import RECOMPUTE_ATTENTION
 from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
 from paged_attn.attn_ops.ops.routing import ROUTE
-from paged_attn.attn_ops.ops.scans import GATED_DELTA_RULE, KDA, MAMBA1_SCAN, MAMBA2_SCAN, SHORT_CONV
+from paged_attn.attn_ops.ops.scans import GATED_DELTA_RULE, KDA, LINEAR_ATTENTION, MAMBA1_SCAN, MAMBA2_SCAN, SHORT_CONV
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ KINDS = (
     OpKind(SHORT_CONV, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(GATED_DELTA_RULE, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(KDA, splits=True, in_full_graphs=True, on_disk=True),
+    OpKind(LINEAR_ATTENTION, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(MAMBA2_SCAN, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(MAMBA1_SCAN, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(MODULE, splits=True, in_full_graphs=False, on_disk=False),
@@ -59,4 +60,4 @@ KINDS = (
     OpKind(LORA_UP, splits=False, in_full_graphs=True, on_disk=True),
 )
 # Ops of layers with recurrent state: a graph with only these can be served without attention.
-WITH_STATE = (RECURRENT_LAYER, SHORT_CONV, GATED_DELTA_RULE, KDA, MAMBA2_SCAN, MAMBA1_SCAN)
+WITH_STATE = (RECURRENT_LAYER, SHORT_CONV, GATED_DELTA_RULE, KDA, LINEAR_ATTENTION, MAMBA2_SCAN, MAMBA1_SCAN)

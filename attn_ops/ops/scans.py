@@ -16,6 +16,7 @@ from paged_attn.attn_ops.context import recurrent_context_of
 from paged_attn.attn_ops.ops.define import define_op
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
 from paged_attn.attn_ops.scans.kda import kda_extend
+from paged_attn.attn_ops.scans.linear import linear_attention_extend, linear_attention_step
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
@@ -76,6 +77,22 @@ _SCHEMA = (
 )
 GATED_DELTA_RULE = define_op("gated_delta_rule" + _SCHEMA, _gated_delta)
 KDA = define_op("kda" + _SCHEMA, _kda)
+
+
+# The same without the correction, as in lightning attention, retention and gated linear attention.
+def _linear_attention(query: Tensor, key: Tensor, value: Tensor, g: Tensor, output: Tensor, layer_id: int, state_id: int) -> None:
+    """query, key [T, H, K]; value, output [T, H, V]; g (logarithms of decays) [T, H] or [T, H, K]; the state is [H, K, V].
+
+    Rows past the batch's real tokens are zeroed.
+    """
+    given = (query, key, value, g, output)
+    run_scan("linear_attention", layer_id, state_id, linear_attention_extend, linear_attention_step, given, output)
+
+
+LINEAR_ATTENTION = define_op(
+    "linear_attention_with_output(Tensor query, Tensor key, Tensor value, Tensor g, Tensor(a!) output, int layer_id, int state_id) -> ()",
+    _linear_attention,
+)
 
 
 # The scans of state-space layers. What surrounds a scan (softplus of dt, the direct term D x, the gate) is part of the graph.

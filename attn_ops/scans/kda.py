@@ -26,7 +26,7 @@ def kda_extend(
     q, k, v, decay, learned = (chunks.gather(each) for each in (query, key, value, g, beta[..., None]))
     q, k = prepared(q, k, value.shape[1], normalise)
     total = decay.cumsum(-2)  # [N, H, size, K]; padding does not decay
-    scores, pairs = _scores((q, k), k, total)
+    scores, pairs = scores_by_channel((q, k), k, total)
     right = torch.cat([v * learned, k * learned * total.exp()], -1)
     solved = torch.linalg.solve_triangular(pairs * learned, right, upper=False, unitriangular=True)  # does not read the diagonal
     new, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
@@ -38,7 +38,7 @@ def kda_extend(
     states[extends.targets] = kept
 
 
-def _scores(lefts: tuple[Tensor, Tensor], right: Tensor, total: Tensor) -> list[Tensor]:
+def scores_by_channel(lefts: tuple[Tensor, ...], right: Tensor, total: Tensor) -> list[Tensor]:
     """For each left [N, H, i, j]: the sum over channels of left[i] right[j] exp(total[i] - total[j]), zero if j is later.
 
     All arguments are [N, H, size, K].

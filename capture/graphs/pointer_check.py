@@ -12,20 +12,21 @@ from paged_attn.attn_ops.errors import CaptureError
 
 
 class PointerCheck:
-    """Remembers the parameters of a model, and those of its buffers that are in `bound`.
+    """Remembers the parameters of a model, and those of its buffers whose memory is that of a tensor in `bound`.
 
     `check` compares each by its name in the module and by address, so it notices tensors that were replaced, moved or converted to another
     dtype. Writing numbers in place is allowed.
     """
 
     def __init__(self, model: nn.Module, bound: Iterable[Tensor] = ()) -> None:
-        known = {id(tensor) for tensor in bound}
+        # Trap: by address. A tensor that torch.compile bound to a buffer need not be the same object.
+        known = {tensor.data_ptr() for tensor in bound if tensor.numel()}
         self._slots: list[tuple[dict[str, Any], str]] = []
         self._names: list[str] = []
         for prefix, module in model.named_modules():
             for table, chosen in ((module._parameters, None), (module._buffers, known)):
                 for name, tensor in table.items():
-                    if tensor is not None and (chosen is None or id(tensor) in chosen):
+                    if tensor is not None and (chosen is None or tensor.data_ptr() in chosen):
                         self._slots.append((table, name))
                         self._names.append(f"{prefix}.{name}" if prefix else name)
         self._tensors: list[Tensor] = [table[name] for table, name in self._slots]

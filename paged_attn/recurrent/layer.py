@@ -15,6 +15,7 @@ from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
 from paged_attn.backends.scans.base import Kernels
 from paged_attn.backends.selection.scans import ScanSelection, kernels_of
 from paged_attn.recurrent.cache_state import CacheTemplate
+from paged_attn.recurrent.program import Program
 
 _KEYS = [
     getattr(torch._C.DispatchKey, name)
@@ -81,6 +82,7 @@ class RecurrentLayer:
         unused: input tensors that it does not read.
         ops: names of the ops that replace everything that its forward does with its states; empty: its forward runs outside the graph.
         why_no_ops: why there are none, if this was tried.
+        program: computes its output by ops if it calls no function that one replaces; the states in `spec` are those of the ops then.
         scans: selections for `ops`, in their order.
         why_not_in_graphs: why a captured decode step cannot hold its own forward; "" if it can; None if this was not tried.
     """
@@ -103,8 +105,14 @@ class RecurrentLayer:
     unused: frozenset[str] = frozenset()
     ops: tuple[str, ...] = ()
     why_no_ops: str = ""
+    program: Program | None = None
     scans: tuple[ScanSelection, ...] = ()
     why_not_in_graphs: str | None = None
+
+    @property
+    def as_written(self) -> RecurrentLayer:
+        """The layer as its module computes it, with the states that this keeps."""
+        return self if self.program is None else dataclasses.replace(self, spec=self.program.spec, program=None, ops=(), scans=())
 
     @property
     def given(self) -> list[Tensor]:
@@ -127,7 +135,7 @@ class RecurrentLayer:
         """Everything about it that a trace of the model depends on, as text."""
         return (
             f"{self.spec} {self.ops} {self.positional} {self.operands} {sorted(self.unused)} {self.outputs} {self.output_length} "
-            f"{self.output_dtype}"
+            f"{self.output_dtype} {self.program.text if self.program else ''}"
         )
 
     @property

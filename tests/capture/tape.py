@@ -21,7 +21,8 @@ BODIES = {
     attention.UNIFIED_ATTENTION: attention._run, latent.LATENT_ATTENTION: latent._run,
     positions.BATCH_POSITIONS: positions._positions, positions.REQUEST_LENGTHS: positions._lengths,
     scans.SHORT_CONV: scans._short_conv, recurrent.RECURRENT_LAYER: recurrent._run,
-    scans.GATED_DELTA_RULE: scans._gated_delta, scans.MAMBA2_SCAN: scans._mamba2, scans.MAMBA1_SCAN: scans._mamba1,
+    scans.GATED_DELTA_RULE: scans._gated_delta, scans.LINEAR_ATTENTION: scans._linear_attention,
+    scans.MAMBA2_SCAN: scans._mamba2, scans.MAMBA1_SCAN: scans._mamba1,
 }  # fmt: skip
 WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.item.default}
 

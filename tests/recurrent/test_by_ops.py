@@ -71,9 +71,15 @@ def test_an_activation_that_no_op_has_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert layer.why_no_ops == "its convolution has the activation gelu; known are none and silu"
 
 
-def test_a_layer_that_calls_none_of_the_functions_says_so() -> None:
-    (layer,) = with_ops(layers_of(Toy(Mixer)))
-    assert not layer.ops and layer.describe().startswith("by its own forward (it calls no function that an op is known for): ")
+class Saturating(Mixer):
+    def start(self, state: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+        return super().start(state, hidden).tanh()
+
+
+def test_a_layer_that_calls_none_of_the_functions_and_is_no_recurrence_says_so() -> None:
+    (layer,) = with_ops(layers_of(Toy(Saturating)))
+    why = "it calls no function that an op is known for, and its new state is no linear function of the state before"
+    assert not layer.ops and layer.describe().startswith(f"by its own forward ({why}): ")
 
 
 def test_layers_of_one_kind_are_tried_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -84,9 +84,13 @@ def test_tokens_are_the_models(name: str) -> None:
         torch.testing.assert_close(compiled(input_ids=ids).logits, model(input_ids=ids).logits)  # what it is outside a context
 
 
-def test_a_layer_that_runs_by_its_own_forward(minimax: PreTrainedModel) -> None:
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_layer_that_calls_no_known_function(inline: bool, minimax: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its recurrence is an op, or else its own forward is."""
+    if not inline:
+        monkeypatch.setattr("paged_attn.recurrent.states.with_ops", lambda layers, backend: layers)
     with states_for(minimax) as states:
-        assert not any(layer.ops for layer in states.layers)
+        assert all(bool(layer.ops) == inline for layer in states.layers)
         tokens = generated(torch.compile(minimax, backend="paged_attn"), states, chunk=64)
     assert tokens == [greedy(minimax, prompt, NEW) for prompt in PROMPTS]
 

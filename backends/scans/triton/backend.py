@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
 from paged_attn.attn_ops.scans.kda import kda_extend
+from paged_attn.attn_ops.scans.linear import linear_attention_extend, linear_attention_step
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
@@ -19,7 +20,7 @@ class TritonScans(ScansBackend):
         devices=frozenset({"cuda", "hip"}),
         dtypes=UP_TO_FLOAT32,
         requirements=(TRITON,),
-        note="prompts and decoding; prompts under a delta rule with more than 256 keys are torch's",
+        note="prompts and decoding; prompts of a delta rule with over 256 keys, or decays by channel alone, are torch's",
     )
     ops = OPS
     compiles_ahead = True
@@ -31,10 +32,12 @@ class TritonScans(ScansBackend):
             short_conv_step: conv.step,
             short_conv_extend: conv.extend,
             gated_delta_step: steps.gated_delta,
+            linear_attention_step: steps.linear_attention,
             mamba2_step: steps.mamba2,
             mamba1_step: steps.mamba1,
             gated_delta_extend: prompts.gated_delta,
             kda_extend: prompts.kda,
+            linear_attention_extend: ssd.linear_attention,
             mamba2_extend: ssd.mamba2,
             mamba1_extend: prompts.mamba1,
         }

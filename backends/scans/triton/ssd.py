@@ -1,4 +1,4 @@
-"""Launches the kernels of Mamba-2 for prompts, and for all requests with more than one new token."""
+"""Launches the kernels of Mamba-2, and of linear attention with one decay per head, for all requests with more than one new token."""
 
 from __future__ import annotations
 
@@ -25,11 +25,25 @@ def mamba2(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, low: float, high: float, states: Tensor, extends: Extends
 ) -> bool:
     """Computes `mamba2_extend`; always True."""
+    step = dt.clamp(low, high).float()
+    _scan(x, step, step * a.float(), b, c, output, states, extends)
+    return True
+
+
+def linear_attention(query: Tensor, key: Tensor, value: Tensor, g: Tensor, output: Tensor, states: Tensor, extends: Extends) -> bool:
+    """Computes `linear_attention_extend`; False if each channel of the keys has a decay."""
+    if g.dim() == 3:
+        return False
+    decay = g.float()
+    _scan(value, decay.new_ones(()).expand_as(decay), decay, key, query, output, states.transpose(-1, -2), extends)
+    return True
+
+
+def _scan(x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, output: Tensor, states: Tensor, extends: Extends) -> None:
+    """S = exp(decay) S + step x b^T; output = S c: with float32 step and decay [T, H], and states [slots, H, P, N] of any strides."""
     _, heads, p_dim, n_dim = states.shape
     repeats, narrow = heads // b.shape[1], None if x.dtype in TOO_SMALL else NARROW.get(x.dtype)
     sizes = Sizes.of(p_dim, n_dim, narrow)
-    step = dt.clamp(low, high).float()
-    decay = step * a.float()
     requests, chunks = extends.bounds(sizes.chunk)
     before = torch.empty(len(chunks), heads, n_dim, p_dim, dtype=torch.float32 if narrow is None else x.dtype, device=x.device)
     constants = {"REPEATS": repeats, "HEADS": heads, "P": p_dim, "N": n_dim, "BLOCK_P": sizes.block_p, "NARROW": narrow}
@@ -45,7 +59,6 @@ def mamba2(
         x, step, decay, b, c, before, output, chunks, *of_values, *c.stride(), output.stride(0), TOGETHER=together,
         CHUNK=sizes.chunk, BLOCK_N=sizes.outputs_n, num_stages=sizes.stages, **constants,
     )  # fmt: skip
-    return True
 
 
 class Sizes(NamedTuple):

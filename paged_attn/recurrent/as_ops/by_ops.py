@@ -23,8 +23,10 @@ from paged_attn.backends.scans.base import ScanProblem
 from paged_attn.backends.selection.scans import ScanSelection, scans_backend, select_scan
 from paged_attn.calling.plain_modes import evaluating
 from paged_attn.calling.reference_functions import forward_scopes
-from paged_attn.recurrent.as_ops.functions import FUNCTIONS, NoOpFits, layer_of_ops, ops_that_ran, replaced_functions
+from paged_attn.recurrent.as_ops.functions import FUNCTIONS, layer_of_ops, ops_that_ran, replaced_functions
+from paged_attn.recurrent.inline.make_program import with_program
 from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.program import NoOpFits
 from paged_attn.recurrent.run import OnlyKernels, RecurrentRunner
 from paged_attn.recurrent.verify import LIMIT, LIMIT_16_BIT, difference, in_parts
 from paged_attn.stopwatch import part
@@ -61,6 +63,8 @@ def with_ops(layers: Sequence[RecurrentLayer], backend: str = "auto") -> tuple[R
                 known[kind] = dataclasses.replace(layer, why_no_ops=str(reason))
             logger.info("%s (%s) runs %s", layer.spec.module, type(layer.module).__name__, known[kind].describe())
         like = known[kind]
+        if like.program is not None:  # a layer's number may be part of what it computes
+            layer = with_program(layer)
         found.append(dataclasses.replace(layer, ops=like.ops, why_no_ops=like.why_no_ops, scans=like.scans))
     if layers and backend != "auto" and not any(each.name == backend for layer in found for each in layer.scans):
         have = ", ".join(sorted({op for layer in found for op in layer.ops})) or "none that is an op"
@@ -79,24 +83,19 @@ def _proved(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
         UnsupportedError: as in `with_ops`.
     """
     scopes = scopes_of([layer.module])
-    if not scopes:
-        raise NoOpFits("it calls no function that an op is known for")
     if not all(state.dtype.is_floating_point for state in layer.spec.states):
         raise NoOpFits("a state of it is not a floating-point tensor")
     with torch.no_grad(), evaluating(layer.module):
-        with model_code(_needs_cache):
-            ops, states = _ops_and_states(layer, scopes)
-        if len(ops) < len(layer.spec.states):
-            raise NoOpFits("ops are known for only some of its states")
-        chosen = dataclasses.replace(layer, ops=ops, scans=_selected(layer, ops, states, backend))
+        served, states = _by_functions(layer, scopes) if scopes else _by_program(layer)
+        chosen = dataclasses.replace(served, scans=_selected(layer, served.ops, states, backend))
         if chosen.kernels:
             if _compiles_ahead(chosen):
                 compile_ahead(chosen, scopes)
-            error, allowed = _compared(chosen, scopes)
+            error, allowed = _compared(layer, chosen, scopes)
             if error <= allowed:
                 return chosen
         with model_code(_needs_cache):  # without kernels: if this is off too, the ops do not fit
-            own_error, own_allowed = _compared(layer, scopes)
+            own_error, own_allowed = _compared(layer, served, scopes)
     if not own_error <= own_allowed:
         raise NoOpFits(f"its ops are off by {own_error:.2g} of its size, allowed is {own_allowed:.2g}")
     if not chosen.kernels:
@@ -105,6 +104,25 @@ def _proved(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
     if any(each.name == backend for each in chosen.scans):
         raise UnsupportedError(f"{layer.spec.module} with scans_backend={backend!r}: {why}. Try scans_backend='auto'.")
     raise NoOpFits(why)
+
+
+def _by_functions(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple[RecurrentLayer, list[StateSpec]]:
+    """The layer with the ops in the place of its functions, and the state of each."""
+    with model_code(_needs_cache):
+        ops, states = _ops_and_states(layer, scopes)
+    if len(ops) < len(layer.spec.states):
+        raise NoOpFits("ops are known for only some of its states")
+    return dataclasses.replace(layer, ops=ops), states
+
+
+def _by_program(layer: RecurrentLayer) -> tuple[RecurrentLayer, Sequence[StateSpec]]:
+    """The layer with the ops in the place of what it computes itself, and the state of each."""
+    try:
+        served = with_program(layer)
+    except NoOpFits as reason:
+        raise NoOpFits(f"it calls no function that an op is known for, and {reason}") from reason
+    assert served.program is not None
+    return dataclasses.replace(served, ops=served.program.ops), served.spec.states
 
 
 def _needs_cache(why: str) -> NoOpFits:
@@ -131,9 +149,9 @@ def _ops_and_states(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> 
     return tuple(ran.values()), [layer.spec.states[state] for state in ran]
 
 
-def _compared(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple[float, float]:
+def _compared(layer: RecurrentLayer, served: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple[float, float]:
     """The error of the ops, and the allowed error."""
-    error, allowed = apart(layer, layer, scopes), _limit(layer)
+    error, allowed = apart(layer, served, scopes), _limit(layer)
     if layer.chunks and allowed < error < LIMIT:
         allowed = min(LIMIT, max(allowed, MULTIPLE * _own_noise(layer)))
     return error, allowed
@@ -144,6 +162,7 @@ def apart(layer: RecurrentLayer, served: RecurrentLayer, scopes: Sequence[dict[s
 
     served: the layer as its ops run it; its states may have another dtype.
     """
+    layer = layer.as_written
     pools = [StatePool([each.spec], max(SLOTS) + 1, _device(layer)) for each in (layer, served)]
     for pool in pools:
         pool.fill(float("nan"))
@@ -156,10 +175,10 @@ def apart(layer: RecurrentLayer, served: RecurrentLayer, scopes: Sequence[dict[s
         own.forward(own.plan(batch), 0, inputs, output)
         result = _by_ops(served, scopes, pools[1], batch, inputs)
         slots = [*batch.state_slots_host, *(kept.slot for kept in KEPT.get(number, ()))]
-        results = [
-            (rows[:, :total].flatten(2), [state[slots].float() for state in pool.states(0)])
-            for rows, pool in zip((output, result), pools, strict=True)
-        ]
+        states = [[state[slots].float() for state in pool.states(0)] for pool in pools]
+        if served.program is not None:
+            states[0] = [layout.of(state) for layout, state in zip(served.program.states, states[0], strict=True)]
+        results = [(rows[:, :total].flatten(2), after) for rows, after in zip((output, result), states, strict=True)]
         error = max(error, difference(*results))
     return error
 
@@ -202,9 +221,12 @@ def _by_ops(
     layer: RecurrentLayer, scopes: Sequence[dict[str, Any]], pool: StatePool, batch: Batch, inputs: Sequence[Tensor],
     kind: type[RecurrentRunner] = RecurrentRunner,
 ) -> Tensor:  # fmt: skip
-    """The output of the layer's forward [1, rows, ...], with its functions replaced by ops."""
+    """The output of the layer's forward [1, rows, ...], with its functions replaced by ops, or of its program."""
     shapes = [state.shape for state in layer.spec.states]
     ops = kind([layer], pool)
+    if layer.program is not None:
+        with without_attention(batch, torch.float32, ops):
+            return layer.program.run(layer.module, inputs, 0)
     with without_attention(batch, torch.float32, ops), layer_of_ops(shapes), replaced_functions(scopes):
         return layer.run_without_cache(inputs)
 

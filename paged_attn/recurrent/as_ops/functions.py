@@ -17,12 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_attn.attn_ops.ops.scans import GATED_DELTA_RULE, KDA, MAMBA1_SCAN, MAMBA2_SCAN, SHORT_CONV
+from paged_attn.recurrent.program import NoOpFits
 
 _ACTIVATIONS = {None: "", "silu": "silu", "swish": "silu"}
-
-
-class NoOpFits(Exception):
-    """Why a layer does not compute what an op computes."""
 
 
 @dataclass

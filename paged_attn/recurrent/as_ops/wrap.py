@@ -32,15 +32,15 @@ class Switch:
 def replaced_by_ops(layers: Sequence[RecurrentLayer], switch: Switch | None = None) -> Iterator[None]:
     """Inside, while torch.compile traces, each layer's module emits `recurrent_layer_with_output` with its index in `layers`.
 
-    If a layer has `ops`, they replace its functions, and the rest of its forward is traced.
+    If a layer has `ops`, they replace its functions, and the rest of its forward is traced; or its `program` is traced in its place.
 
     Called without torch.compile, or while the given switch is off, a module computes what it did before.
     """
     wanted = switch or Switch(True)
     with ExitStack() as undo:
-        undo.enter_context(replaced_functions(scopes_of([layer.module for layer in layers if layer.ops])))
+        undo.enter_context(replaced_functions(scopes_of([layer.module for layer in layers if layer.ops and layer.program is None])))
         for layer_id, layer in enumerate(layers):
-            emitter = (_entering if layer.ops else _emitter)(layer, layer_id, wanted)
+            emitter = (_entering if layer.ops and layer.program is None else _emitter)(layer, layer_id, wanted)
             undo.enter_context(replaced_forward(layer.module, MethodType(emitter, layer.module)))  # a deepcopy binds it to the copy
         yield
 
@@ -72,7 +72,7 @@ def _emitter(layer: RecurrentLayer, layer_id: int, wanted: Switch) -> Callable[.
     known, dtype = layer.unused | {o.name for o in layer.operands}, layer.output_dtype
     ats, shapes, widths = ([o.at for o in layer.outputs], [o.shape for o in layer.outputs], [o.width for o in layer.outputs])
     whole, length, where = layer.output_shape, layer.output_length, layer.spec.module
-    original = _unbound(layer.module)
+    original, program = _unbound(layer.module), layer.program
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (torch.compiler.is_compiling() and wanted.on):
@@ -84,8 +84,11 @@ def _emitter(layer: RecurrentLayer, layer_id: int, wanted: Switch) -> Callable[.
         first = given[operands[0][0]] if operands[0][1] is None else given[operands[0][0]][operands[0][1]]
         tokens = first.shape[1]
         inputs = [as_rows(given[name] if at is None else given[name][at], tokens) for name, at, as_rows in operands]
-        output = inputs[0].new_empty((1, tokens, *whole), dtype=dtype)
-        RECURRENT_LAYER(inputs, output, layer_id)
+        if program is None:
+            output = inputs[0].new_empty((1, tokens, *whole), dtype=dtype)
+            RECURRENT_LAYER(inputs, output, layer_id)
+        else:
+            output = program.run(module, inputs, layer_id)
         if ats == [None]:
             return output
         parts = [output] if len(ats) == 1 else output.split(widths, -1)

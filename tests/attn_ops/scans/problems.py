@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
 from paged_attn.attn_ops.scans.kda import kda_extend
+from paged_attn.attn_ops.scans.linear import linear_attention_extend, linear_attention_step
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
@@ -66,6 +67,11 @@ def _delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tens
     return torch.einsum("hkv,hk->hv", state, q) / q.shape[-1] ** 0.5, state
 
 
+def _linear(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, _: bool) -> tuple[Tensor, Tensor]:
+    state = state * g.exp().reshape(len(v), -1, 1) + torch.einsum("hk,hv->hkv", k, v)
+    return torch.einsum("hkv,hk->hv", state, q), state
+
+
 def _mamba2(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, decodes: bool) -> tuple[Tensor, Tensor]:
     dt = dt if decodes else dt.clamp(LOW, HIGH)
     b, c = (each.repeat_interleave(len(x) // len(each), 0) for each in (b, c))
@@ -96,6 +102,15 @@ RECURRENCES = {
         kda_extend, gated_delta_step,
         lambda n: [torch.randn(n, 2, 8), torch.randn(n, 2, 8), torch.randn(n, 4, 6), -_dt(n, 4, 8), torch.rand(n, 4)], (True,) * 5, (4, 6),
         (4, 8, 6), _delta, (True,),
+    ),
+    "linear_attention": Recurrence(
+        linear_attention_extend, linear_attention_step,
+        lambda n: [torch.randn(n, 4, 8), torch.randn(n, 4, 8), torch.randn(n, 4, 6), -_dt(n, 4)], (True,) * 4, (4, 6), (4, 8, 6), _linear,
+    ),
+    "linear_attention by channel": Recurrence(
+        linear_attention_extend, linear_attention_step,
+        lambda n: [torch.randn(n, 4, 8), torch.randn(n, 4, 8), torch.randn(n, 4, 6), -_dt(n, 4, 8)], (True,) * 4, (4, 6), (4, 8, 6),
+        _linear,
     ),
     "mamba2_scan": Recurrence(
         mamba2_extend, mamba2_step,

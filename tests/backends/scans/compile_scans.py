@@ -43,13 +43,14 @@ SSD: dict[str, Any] = {
 BEFORE: dict[str, Any] = {**SSD, "BLOCK_N": 64, "state_n": 1}
 READ: dict[str, Any] = {**SSD, "BLOCK_N": 128, "TOGETHER": 16, "c_dim": 1}
 FALCON: dict[str, Any] = {"REPEATS": 24, "HEADS": 24, "P": 128, "N": 256}
+LINEAR: dict[str, Any] = {"REPEATS": 1, "HEADS": 64, "P": 128, "N": 128, "step_row": 0, "step_head": 0}  # MiniMax-Text-01's
 LONG: dict[str, Any] = {"K": 256, "BLOCK_K": 256}
 BY_CHANNEL: dict[str, Any] = {**SOLVED, "q_dim": 1, "REPEATS": 1}
 SCANNED: dict[str, Any] = {name: value for name, value in BY_CHANNEL.items() if name != "v_dim"} | {"state_v": 1}
 CHANNELS: dict[str, Any] = {
     "C": 8192, "N": 16, "x_dim": 1, "dt_dim": 1, "b_dim": 1, "c_dim": 1, "BLOCK_T": 32, "BLOCK_C": 4, "BLOCK_N": 16,
 }  # fmt: skip
-STEP: dict[str, Any] = {"K": 128, "V": 128, "NORMALISE": True, "HAS_ROWS": True, "BLOCK_K": 128, "BLOCK_V": 32}
+STEP: dict[str, Any] = {"K": 128, "V": 128, "NORMALISE": True, "RULE": True, "HAS_ROWS": True, "BLOCK_K": 128, "BLOCK_V": 32}
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "conv_step": (conv_step, {**CONV_STEP, "HAS_ROWS": True}),
     "conv_step in order": (conv_step, {**CONV_STEP, "HAS_ROWS": False, "rows": None, "HAS_BIAS": False, "bias": None}),
@@ -60,6 +61,10 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "conv_state": (conv_state, {"C": 8192, "GROUP": 8192, "WIDTH": 4, "BLOCK": 128, "W": 4}),
     "gated_delta": (gated_delta_kernel, {**STEP, "REPEATS": 2, "BY_CHANNEL": False}),
     "kda": (gated_delta_kernel, {**STEP, "REPEATS": 1, "BY_CHANNEL": True}),
+    "linear_attention": (
+        gated_delta_kernel,
+        {**STEP, "REPEATS": 1, "BY_CHANNEL": False, "NORMALISE": False, "RULE": False, "beta": None, "beta_row": 0, "beta_head": 0},
+    ),
     "mamba2": (mamba2_kernel, {"REPEATS": 16, "P": 64, "N": 128, "HAS_ROWS": True, "BLOCK_P": 32, "BLOCK_N": 128}),
     "mamba1": (mamba1_kernel, {"C": 8192, "N": 16, "HAS_ROWS": False, "rows": None, "BLOCK_C": 256, "BLOCK_N": 16}),
     "solve_chunks": (solve_chunks, SOLVED),
@@ -81,6 +86,10 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "chunk_outputs of Falcon-H1": (chunk_outputs, READ | FALCON | {"BLOCK_N": 256, "TOGETHER": 8}),
     "chunk_outputs of longer states": (chunk_outputs, READ | {"P": 16, "N": 272, "BLOCK_N": 256, "TOGETHER": 4, "HEADS": 4, "REPEATS": 4}),
     "chunk_outputs of float32": (chunk_outputs, READ | FALCON | {"BLOCK_N": 32, "TOGETHER": 8, "CHUNK": 32, "BLOCK_P": 32, "NARROW": None}),
+    "chunk_states of linear attention": (
+        chunk_states, {**{key: value for key, value in BEFORE.items() if key != "state_n"}, "state_p": 1} | LINEAR,
+    ),
+    "chunk_outputs of linear attention": (chunk_outputs, READ | LINEAR | {"TOGETHER": 1}),
     "scan_channels": (scan_channels, CHANNELS),
 }  # fmt: skip
 

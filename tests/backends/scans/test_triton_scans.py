@@ -21,9 +21,12 @@ from paged_attn.backends.scans.triton import conv, prompts, ssd, steps
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = {
     "short_conv": conv.step, "gated_delta_rule": steps.gated_delta, "kda": steps.gated_delta, "mamba2_scan": steps.mamba2,
-    "mamba1_scan": steps.mamba1,
+    "mamba1_scan": steps.mamba1, "linear_attention": steps.linear_attention, "linear_attention by channel": steps.linear_attention,
 }  # fmt: skip
-PROMPTS = {"gated_delta_rule": prompts.gated_delta, "kda": prompts.kda, "mamba2_scan": ssd.mamba2, "mamba1_scan": prompts.mamba1}
+PROMPTS = {
+    "gated_delta_rule": prompts.gated_delta, "kda": prompts.kda, "mamba2_scan": ssd.mamba2, "mamba1_scan": prompts.mamba1,
+    "linear_attention": ssd.linear_attention,
+}  # fmt: skip
 NARROW = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no products of bfloat16
 CLOSE = {
     torch.float32: {"rtol": 2e-5, "atol": 2e-5},

@@ -51,10 +51,8 @@ def expected(name: str) -> list[list[int]]:
 
 
 def engine_of(name: str, **settings: Any) -> Engine:
-    passes = {} if name in ZOO else OWN_FORWARD
-    engine = captured_engine(
-        model_of(name), **{"max_batch_tokens": 16, "max_requests": 3, "graph_decode_sizes": 2, "graph_strict": True, **passes, **settings}
-    )
+    captured = {"max_batch_tokens": 16, "max_requests": 3, "graph_decode_sizes": 2, "graph_strict": True}
+    engine = captured_engine(model_of(name), **{**captured, **OWN_FORWARD, **settings})
     assert engine.state_pool is not None
     engine.state_pool.fill(float("nan"))
     poison_freed_slots(engine)
@@ -100,7 +98,7 @@ def test_who_is_preempted_goes_on(name: str) -> None:
 def test_a_request_alone_is_one_row(name: str) -> None:
     settings = {"page_size": 4, "num_pages": 128, "max_requests": 3, "max_batch_tokens": 24, "gemv": True, "graph_strict": True}
     with fixed_backend():
-        engine = Engine(model_of(name), config=EngineConfig(**settings), recorder=TapeRecorder())
+        engine = Engine(model_of(name), config=EngineConfig(**settings, **OWN_FORWARD), recorder=TapeRecorder())
     assert engine.step_runner.graphs is not None and engine.step_runner.graphs.sizes("full") == [1, 2, 3]
     assert tokens_of(engine) == cut(expected(name))
 

@@ -1,0 +1,62 @@
+"""Makes a layer's program: the graph of one token's step for all rows, with ops on slots in the place of its recurrences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor, fx, nn
+
+from paged_attn.recurrent.inline.find import recurrence_of
+from paged_attn.recurrent.inline.operands import insert_op, layout_of
+from paged_attn.recurrent.inline.step_graph import step_graph
+from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.program import NoOpFits, Program
+
+
+def with_program(layer: RecurrentLayer) -> RecurrentLayer:
+    """The layer with its program, and with the states of its ops. Raises as `program_of`."""
+    program = program_of(layer)
+    states = [replace(state, shape=layout.shape) for state, layout in zip(layer.spec.states, program.states, strict=True)]
+    return replace(layer, spec=replace(layer.spec, states=tuple(states)), program=program)
+
+
+def program_of(layer: RecurrentLayer) -> Program:
+    """The program of a layer; nothing is proved yet.
+
+    Raises:
+        NoOpFits: one of its states is not a recurrence that an op computes.
+    """
+    if not layer.batches:
+        raise NoOpFits("it takes no batch of requests")
+    step = step_graph(layer)
+    graph = step.graph
+    with graph.inserting_before(step.inputs[0]):
+        layer_id = graph.placeholder("layer_id")
+    layouts = []
+    for index in range(len(step.states)):
+        found = recurrence_of(step, index)
+        layouts.append(layout_of(found))
+        insert_op(step, found, layer_id, index)
+    step.output.args = (step.results[0],)
+    graph.eliminate_dead_code()
+    if any(node.users for node in step.states):
+        raise NoOpFits("its states are read in other ways than by its recurrences")
+    lines = [operand.form == "line" and bool(node.users) for operand, node in zip(layer.operands, step.inputs, strict=True)]
+    if any(lines) and not layer.mapped:
+        raise NoOpFits(f"it is given {layer.operands[lines.index(True)].name} once for all requests")
+    taken = [index for index, node in enumerate(step.inputs) if node.users or node is step.inputs[0]]
+    for node in (*step.states, *(node for index, node in enumerate(step.inputs) if index not in taken)):
+        graph.erase_node(node)
+    for node in [node for node in step.owned if not node.users]:
+        graph.erase_node(node)
+    owned = [path for node, path in step.owned.items() if not node._erased]
+    graph.lint()
+    module = fx.GraphModule(nn.Module(), graph)
+    ops = ("linear_attention",) * len(layouts)
+    return Program(_function(module), tuple(taken), tuple(owned), ops, tuple(layouts), layer.spec, module.code)
+
+
+def _function(module: fx.GraphModule) -> Callable[..., Tensor]:
+    forward = type(module).forward
+    return lambda *given: forward(module, *given)

@@ -1,0 +1,126 @@
+"""A recurrent layer's step of one token for each row of a batch, as a graph."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from paged_attn.attn_ops.model_code import model_code
+from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.program import NoOpFits
+
+TRACED_ROWS = 8191  # a prime, so that no other size is a multiple of it
+aten = torch.ops.aten
+
+
+@dataclass
+class StepGraph:
+    """Placeholders: the layer's inputs [rows, 1, ...], its states [rows, ...], and the tensors of its module; the result is a tuple: its
+    output [rows, 1, ...], then the new states.
+
+    Attributes:
+        graph: each node has its value on fake tensors of `TRACED_ROWS` rows in meta["val"].
+        inputs, states: placeholders, in the order of the layer's operands and of its states.
+        owned: placeholder -> the path of the module's tensor.
+        rows: the node of the number of rows.
+    """
+
+    graph: fx.Graph
+    inputs: list[fx.Node]
+    states: list[fx.Node]
+    owned: dict[fx.Node, str]
+    rows: fx.Node
+
+    @property
+    def output(self) -> fx.Node:
+        return self.graph.output_node()
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        return self.output.args[0]  # type: ignore[return-value]
+
+
+def step_graph(layer: RecurrentLayer) -> StepGraph:
+    """Traces `layer.step` with the states of running requests, in inference mode of the caller.
+
+    Raises:
+        NoOpFits: it cannot be traced for any number of rows, or reads a tensor that is not its module's.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    count = len(layer.operands)
+
+    def fake(one: Tensor) -> Tensor:
+        dynamic = [DimDynamic.DUCK] + [DimDynamic.STATIC] * (one.dim() - 1)
+        rows = one.detach().expand(TRACED_ROWS, *one.shape[1:])
+        return mode.from_tensor(rows, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic))
+
+    def step(*given: Tensor) -> tuple[Tensor, ...]:
+        output, after = layer.step(list(given[:count]), list(given[count:]))
+        return output, *after
+
+    device = layer.given[0].device
+    states = [torch.zeros(1, *state.shape, dtype=state.dtype, device=device) for state in layer.spec.states]
+    with model_code(lambda why: NoOpFits(f"the graph of its step cannot be traced: {why}")), torch.no_grad():
+        given = [fake(one) for one in (*(value[:, :1] for value in layer.given), *states)]
+        with mode:
+            traced = make_fx(step, tracing_mode="real", _allow_non_fake_inputs=True)(*given)
+    graph = traced.graph
+    graph.eliminate_dead_code()
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    owned = _owned(traced, layer.module)
+    _as_linears(graph)
+    with graph.inserting_after([*graph.find_nodes(op="placeholder")][-1]):
+        rows = graph.call_function(aten.sym_size.int, (placeholders[0], 0))
+    rows.meta["val"] = placeholders[0].meta["val"].shape[0]
+    return StepGraph(graph, placeholders[:count], placeholders[count:], owned, rows)
+
+
+def _owned(traced: fx.GraphModule, module: nn.Module) -> dict[fx.Node, str]:
+    """Turns the tensors that the graph holds into placeholders."""
+    paths = paths_of(module)
+    owned, seen = dict[fx.Node, str](), dict[int, fx.Node]()
+    last = [*traced.graph.find_nodes(op="placeholder")][-1]
+    for node in list(traced.graph.find_nodes(op="get_attr")):
+        tensor = operator.attrgetter(str(node.target))(traced)
+        if id(tensor) not in paths:
+            raise NoOpFits(f"it reads a tensor {list(tensor.shape)} that is neither its module's nor computed from its inputs")
+        if id(tensor) not in seen:
+            with traced.graph.inserting_after(last):
+                last = seen[id(tensor)] = traced.graph.placeholder(f"owned_{len(seen)}")
+            last.meta["val"] = node.meta.get("val", tensor)
+            owned[last] = paths[id(tensor)]
+        node.replace_all_uses_with(seen[id(tensor)])
+        traced.graph.erase_node(node)
+    return owned
+
+
+def paths_of(module: nn.Module) -> dict[int, str]:
+    """The id of each tensor that a module or one inside it holds -> its path."""
+    paths: dict[int, str] = {}
+    for where, part in module.named_modules():
+        for table in (part._parameters, part._buffers, vars(part)):
+            paths.update({id(value): f"{where}.{name}".lstrip(".") for name, value in table.items() if isinstance(value, Tensor)})
+    return paths
+
+
+def _as_linears(graph: fx.Graph) -> None:
+    """Products with a transposed weight are linear layers again, as other passes look for them."""
+    for node in list(graph.nodes):
+        if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
+            continue
+        *bias, rows, turned = node.args
+        if not (isinstance(turned, fx.Node) and turned.target is aten.t.default):
+            continue
+        with graph.inserting_before(node):
+            linear = graph.call_function(F.linear, (rows, turned.args[0], *bias))
+        linear.meta = node.meta
+        node.replace_all_uses_with(linear)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()

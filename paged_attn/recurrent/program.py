@@ -1,0 +1,74 @@
+"""What computes a recurrent layer by ops in the place of its own forward, and the error of a layer that none can compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
+
+
+class NoOpFits(Exception):
+    """Why a layer does not compute what an op computes."""
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """How a state of the module becomes the op's [H, K, V]: its axes, in which order they are, and how many are heads and keys."""
+
+    axes: tuple[int, ...]
+    order: tuple[int, ...]
+    heads: int
+    keys: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[H, K, V]"""
+        parts = self.order[: self.heads], self.order[self.heads : self.heads + self.keys], self.order[self.heads + self.keys :]
+        h, k, v = (int(torch.Size(self.axes[axis] for axis in part).numel()) for part in parts)
+        return h, k, v
+
+    def of(self, states: Tensor) -> Tensor:
+        """The module's states [N, ...] as the op's [N, H, K, V]."""
+        split = states.reshape(len(states), *self.axes)
+        return split.permute(0, *(1 + axis for axis in self.order)).reshape(len(states), *self.shape)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Computes a layer's output for rows of tokens of any requests; called under a forward context, or traced.
+
+    Attributes:
+        function: (layer's index, inputs [T, 1, ...], tensors of the module) -> output [T, 1, ...].
+        inputs: which of the layer's inputs it takes.
+        owned: the paths of the module's tensors that it takes.
+        ops: the names of its ops.
+        states: the layout of each state.
+        spec: what the module itself keeps.
+        text: all of it, as text.
+    """
+
+    function: Callable[..., Tensor]
+    inputs: tuple[int, ...]
+    owned: tuple[str, ...]
+    ops: tuple[str, ...]
+    states: tuple[StateLayout, ...]
+    spec: RecurrentSpec
+    text: str
+
+    def run(self, module: nn.Module, inputs: Sequence[Tensor], layer_id: int) -> Tensor:
+        """The output [1, T, ...] for all the layer's inputs [1, T, ...]."""
+        rows = [inputs[index].transpose(0, 1) for index in self.inputs]
+        tensors = [tensor_at(module, path) for path in self.owned]
+        return self.function(layer_id, *rows, *tensors).transpose(0, 1)
+
+
+def tensor_at(module: nn.Module, path: str) -> Any:
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
