@@ -18,7 +18,7 @@ class NoOpFits(Exception):
 
 @dataclass(frozen=True)
 class StateLayout:
-    """How a state of the module becomes the op's [H, K, V]: its axes, in which order they are, and how many are heads and keys."""
+    """How a state of the module becomes the op's: its axes, in which order they are, and how many of them are heads and keys."""
 
     axes: tuple[int, ...]
     order: tuple[int, ...]
@@ -26,14 +26,14 @@ class StateLayout:
     keys: int
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """[H, K, V]"""
+    def shape(self) -> tuple[int, ...]:
+        """[H, K, V], or [channels, 1] without keys."""
         parts = self.order[: self.heads], self.order[self.heads : self.heads + self.keys], self.order[self.heads + self.keys :]
         h, k, v = (int(torch.Size(self.axes[axis] for axis in part).numel()) for part in parts)
-        return h, k, v
+        return (h, k, v) if self.keys else (h, 1)
 
     def of(self, states: Tensor) -> Tensor:
-        """The module's states [N, ...] as the op's [N, H, K, V]."""
+        """The module's states [N, ...] as the op's [N, ...]."""
         split = states.reshape(len(states), *self.axes)
         return split.permute(0, *(1 + axis for axis in self.order)).reshape(len(states), *self.shape)
 

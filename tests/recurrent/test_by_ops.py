@@ -16,7 +16,7 @@ from paged_attn.recurrent.as_ops.by_ops import scopes_of, with_ops
 from paged_attn.recurrent.as_ops.functions import layer_of_ops, replaced_functions
 from paged_attn.recurrent.discover import find_recurrent_layers
 from paged_attn.recurrent.layer import RecurrentLayer
-from tests.recurrent.test_discover import Mixer, Toy
+from tests.recurrent.test_discover import Mixer, Toy, ToyCache
 from tests.recurrent_models import RECURRENT, recurrent
 from tests.zoo.build import build
 
@@ -72,8 +72,14 @@ def test_an_activation_that_no_op_has_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Saturating(Mixer):
-    def start(self, state: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
-        return super().start(state, hidden).tanh()
+    """h_t = tanh(h_{t-1} + x_t)"""
+
+    def forward(self, hidden: torch.Tensor, cache: ToyCache | None = None, **_: Any) -> torch.Tensor:
+        state = torch.zeros_like(hidden[:, 0]) if cache is None or not cache.sums else cache.sums[0]
+        outputs = [state := (state + token).tanh() for token in hidden.unbind(1)]
+        if cache is not None:
+            cache.sums[:] = [state]
+        return torch.stack(outputs, 1)
 
 
 def test_a_layer_that_calls_none_of_the_functions_and_is_no_recurrence_says_so() -> None:

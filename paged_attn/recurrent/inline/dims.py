@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor, fx
+from torch import Tensor, fx
 
 ROWS = -1  # the axis of a batch's rows; the axes of a state count from 0
 # For each dimension of a tensor, the axes that it holds, the outermost first; () for one of size 1. No axis has size 1.
@@ -29,15 +29,13 @@ class SplitAxis(Exception):
 
 
 def number(value: Any) -> Any:
-    """A size as an integer: the traced one, where it depends on the number of rows."""
-    if isinstance(value, fx.Node):
-        value = value.meta["val"]
-    return value.node.hint if isinstance(value, SymInt) else value
+    """A number, also where it is a node: the traced one."""
+    return value.meta["val"] if isinstance(value, fx.Node) else value
 
 
 def sizes(node: fx.Node) -> tuple[int, ...]:
     """The traced shape of a node's tensor."""
-    return tuple(number(size) for size in node.meta["val"].shape)
+    return tuple(node.meta["val"].shape)
 
 
 def is_tensor(node: Any) -> bool:

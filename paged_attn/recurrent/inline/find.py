@@ -11,6 +11,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,6 +23,8 @@ from paged_attn.recurrent.program import NoOpFits
 
 aten = torch.ops.aten
 Product = tuple[Factor, ...]
+_ORDERED = (aten.div.Tensor, aten.sub.Tensor)
+_ELEMENTWISE = (aten.mul.Tensor, aten.add.Tensor, *_ORDERED)
 
 
 @dataclass(frozen=True)
@@ -144,16 +147,27 @@ class _Finder:
         given = [arg for arg in node.all_input_nodes if arg in self.nodes]
         if (shown := viewed(node)) is not None and given == [shown]:
             self._view(node, shown)
-        elif node.target is aten.mul.Tensor and len(given) == 1 and node.args[0] is not node.args[1]:
-            self._multiply(node, given[0])
-        elif node.target is aten.add.Tensor and len(given) == 1 and node.args[0] is not node.args[1] and not node.kwargs:
-            self._add(node, given[0])
+        elif len(given) == 1 and node.target in _ELEMENTWISE and len(node.args) == 2 and not node.kwargs:
+            self._elementwise(node, given[0])
         elif node.target is aten.sum.dim_IntList:
             self._sum(node, given[0])
         elif node.target is aten.bmm.default and len(given) == 1:
             self._product(node, given[0])
         else:
             self.whole.update(given)
+
+    def _elementwise(self, node: fx.Node, given: fx.Node) -> None:
+        first, second = node.args
+        if first is second or (first is not given and node.target in _ORDERED):
+            self.whole.add(given)
+        elif node.target is aten.div.Tensor:
+            self._divide(node, given)
+        else:
+            other = second if first is given else first
+            if node.target is aten.mul.Tensor:
+                self._scale(node, given, other)
+            else:
+                self._add(node, given, other, -1.0 if node.target is aten.sub.Tensor else 1.0)
 
     def _view(self, node: fx.Node, shown: fx.Node) -> None:
         try:
@@ -178,23 +192,28 @@ class _Finder:
         dims = ((),) * (len(sizes(node)) - len(dims)) + dims
         return dims if fits(dims, sizes(node), self.axes) else None
 
-    def _other(self, node: fx.Node, given: fx.Node) -> object:
-        one, other = node.args
-        return other if one is given else one
+    def _scale(self, node: fx.Node, given: fx.Node, factor: object) -> None:
+        if (dims := self._result_dims(node, given)) is None:
+            self.whole.add(given)
+        else:
+            self.nodes[node] = replace(self.nodes[given].times(operand(factor, dims)), dims=dims)
 
-    def _multiply(self, node: fx.Node, given: fx.Node) -> None:
+    def _divide(self, node: fx.Node, given: fx.Node) -> None:
+        divisor: Any = node.args[1]
+        if not isinstance(divisor, fx.Node):
+            self._scale(node, given, 1 / divisor)
+            return
+        with self.step.graph.inserting_before(node):
+            inverse = self.step.graph.call_function(aten.reciprocal.default, (divisor,))
+        inverse.meta = divisor.meta
+        self._scale(node, given, inverse)
+
+    def _add(self, node: fx.Node, given: fx.Node, other: object, sign: float) -> None:
         if (dims := self._result_dims(node, given)) is None:
             self.whole.add(given)
             return
-        factor = operand(self._other(node, given), dims)
-        self.nodes[node] = replace(self.nodes[given].times(factor), dims=dims)
-
-    def _add(self, node: fx.Node, given: fx.Node) -> None:
-        if (dims := self._result_dims(node, given)) is None:
-            self.whole.add(given)
-            return
-        before = self.nodes[given]
-        self.nodes[node] = replace(before, dims=dims, added=(*before.added, (operand(self._other(node, given), dims),)))
+        before, more = self.nodes[given], reduced([Factor(sign), operand(other, dims)])
+        self.nodes[node] = replace(before, dims=dims, added=(*before.added, more))
 
     def _sum(self, node: fx.Node, given: fx.Node) -> None:
         form = self.nodes[given]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor, fx, nn
 
 from paged_attn.recurrent.inline.find import recurrence_of
-from paged_attn.recurrent.inline.operands import insert_op, layout_of
+from paged_attn.recurrent.inline.insert import insert_op, layout_of, refuse_wide
 from paged_attn.recurrent.inline.step_graph import step_graph
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.program import NoOpFits, Program
@@ -33,11 +33,11 @@ def program_of(layer: RecurrentLayer) -> Program:
     graph = step.graph
     with graph.inserting_before(step.inputs[0]):
         layer_id = graph.placeholder("layer_id")
-    layouts = []
-    for index in range(len(step.states)):
-        found = recurrence_of(step, index)
-        layouts.append(layout_of(found))
-        insert_op(step, found, layer_id, index)
+    recurrences = [recurrence_of(step, index) for index in range(len(step.states))]
+    for found in recurrences:
+        refuse_wide(step, found)
+    layouts = [layout_of(found) for found in recurrences]
+    ops = [insert_op(step, found, layer_id, index) for index, found in enumerate(recurrences)]
     step.output.args = (step.results[0],)
     graph.eliminate_dead_code()
     if any(node.users for node in step.states):
@@ -53,8 +53,7 @@ def program_of(layer: RecurrentLayer) -> Program:
     owned = [path for node, path in step.owned.items() if not node._erased]
     graph.lint()
     module = fx.GraphModule(nn.Module(), graph)
-    ops = ("linear_attention",) * len(layouts)
-    return Program(_function(module), tuple(taken), tuple(owned), ops, tuple(layouts), layer.spec, module.code)
+    return Program(_function(module), tuple(taken), tuple(owned), tuple(ops), tuple(layouts), layer.spec, module.code)
 
 
 def _function(module: fx.GraphModule) -> Callable[..., Tensor]:

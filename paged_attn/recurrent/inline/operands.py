@@ -1,4 +1,4 @@
-"""Puts an op on slots into the graph of a layer's step, in the place of what updates and reads a state."""
+"""Makes an op's operands of the factors that were found in the graph of a layer's step."""
 
 from __future__ import annotations
 
@@ -9,48 +9,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from paged_attn.attn_ops.ops.scans import LINEAR_ATTENTION
 from paged_attn.recurrent.inline.dims import ROWS, Dims, viewed
 from paged_attn.recurrent.inline.factors import Factor
 from paged_attn.recurrent.inline.find import Recurrence
 from paged_attn.recurrent.inline.step_graph import StepGraph
-from paged_attn.recurrent.program import StateLayout
 
 aten = torch.ops.aten
 SMALLEST = torch.finfo(torch.float32).tiny  # a decay that is no larger has forgotten everything
 
 
-def layout_of(found: Recurrence) -> StateLayout:
-    ones = [axis for axis in range(len(found.shape)) if axis not in found.axes]
-    order = [*ones, *found.heads, *found.keys, *found.values]
-    return StateLayout(found.shape, tuple(order), len(ones) + len(found.heads), len(found.keys))
-
-
-def insert_op(step: StepGraph, found: Recurrence, layer_id: fx.Node, state_id: int) -> None:
-    """What is read of the state is the op's output from now on."""
-    first = min((read.node for read in found.reads), key=list(step.graph.nodes).index)
-    build = _Builder(step, found)
-    with step.graph.inserting_before(_after_operands(step, found, first)):
-        query, key = (build.product(factors, found.keys) for factors in (found.query, build.of_keys))
-        value = build.product(build.of_values, found.values)
-        decays = build.decays()
-        output = build.empty(found.reads[0].node)
-        build.call(LINEAR_ATTENTION, query, key, value, decays, output, layer_id, state_id)
-        results = [build.as_read(output, read.dims, read.node) for read in found.reads]
-    for read, result in zip(found.reads, results, strict=True):
-        result.meta = read.node.meta
-        read.node.replace_all_uses_with(result)
-
-
-def _after_operands(step: StepGraph, found: Recurrence, first: fx.Node) -> fx.Node:
-    """The node after the last one that the op's operands need; the first that reads the state, as a rule."""
-    order = {node: place for place, node in enumerate(step.graph.nodes)}
-    factors = [factor.node for factor in (*found.decay, *found.added, *found.query) if isinstance(factor.node, fx.Node)]
-    last = max([first, *factors], key=lambda node: order[node])
-    return first if last is first else last.next
-
-
-class _Builder:
+class Operands:
     """Makes nodes where the graph inserts them."""
 
     def __init__(self, step: StepGraph, found: Recurrence) -> None:
@@ -58,13 +26,15 @@ class _Builder:
         self.of_keys = [factor for factor in found.added if factor.axes & found.summed]
         self.of_values = [factor for factor in found.added if factor not in self.of_keys]
 
-    def call(self, target: Any, *args: Any) -> fx.Node:
-        return self.step.graph.call_function(target, args)
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.step.graph.call_function(target, args, kwargs)
 
-    def empty(self, node: fx.Node) -> fx.Node:
-        """[rows, H, V] in the dtype of a node."""
-        shape: list[Any] = [self.step.rows, self._count(self.found.heads), self._count(self.found.values)]
-        return self.step.graph.call_function(aten.new_empty.default, (self.step.inputs[0], shape), {"dtype": node.meta["val"].dtype})
+    def made(self, target: Any, shape: Sequence[Any], *value: Any, dtype: torch.dtype = torch.float32) -> fx.Node:
+        """A new tensor on the device of the layer's rows, by `new_empty` or the like."""
+        return self.call(target, self.step.inputs[0], list(shape), *value, dtype=dtype)
+
+    def float32(self, node: fx.Node) -> fx.Node:
+        return self.call(aten._to_copy.default, node, dtype=torch.float32)
 
     def product(self, factors: Sequence[Factor], last: Sequence[int]) -> fx.Node:
         """[rows, H, X]: the product of these factors, with the axes in `last` as X."""
@@ -91,18 +61,15 @@ class _Builder:
             ones = self._ones([])
             scaled = self.call(aten.mul.Tensor, ones, node)
             return Factor(self._log(scaled), ((),) * (2 + len(self.found.heads)))
-        inside = node
+        node = inside = self.step.now(node)
         while inside.target is aten._to_copy.default:
             inside = viewed(inside)  # type: ignore[assignment]
         if inside.target is aten.exp.default:
-            return Factor(self._float32(inside.args[0]), factor.dims)  # type: ignore[arg-type]
+            return Factor(self.float32(inside.args[0]), factor.dims)  # type: ignore[arg-type]
         return Factor(self._log(node), factor.dims)
 
     def _log(self, node: fx.Node) -> fx.Node:
-        return self.call(aten.log.default, self.call(aten.clamp_min.default, self._float32(node), SMALLEST))
-
-    def _float32(self, node: fx.Node) -> fx.Node:
-        return self.step.graph.call_function(aten._to_copy.default, (node,), {"dtype": torch.float32})
+        return self.call(aten.log.default, self.call(aten.clamp_min.default, self.float32(node), SMALLEST))
 
     def _ones(self, last: Sequence[int]) -> fx.Node:
         """[1, ...] in the dtype of the layer's rows."""
@@ -113,7 +80,8 @@ class _Builder:
         have = [axis for dim in factor.dims for axis in dim]
         wanted = [ROWS, *self.found.heads, *last]
         present = [axis for axis in wanted if axis in have]
-        node = factor.node
+        assert isinstance(factor.node, fx.Node)
+        node = self.step.now(factor.node)
         if present != have:
             node = self.call(aten.reshape.default, node, [self._size(axis) for axis in have])
             node = self.call(aten.permute.default, node, [have.index(axis) for axis in present])
@@ -124,10 +92,10 @@ class _Builder:
         full = self.call(aten.expand.default, node, [self._size(axis) for axis in (ROWS, *self.found.heads, *last)])
         if (len(self.found.heads), len(last)) == (1, 1):
             return full
-        return self.call(aten.reshape.default, full, [self.step.rows, self._count(self.found.heads), self._count(last)])
+        return self.call(aten.reshape.default, full, [self.step.rows, self.count(self.found.heads), self.count(last)])
 
     def as_read(self, output: fx.Node, dims: Dims, node: fx.Node) -> fx.Node:
-        """The op's output [rows, H, V] in the place of `node`."""
+        """The op's output [rows, H, V] in the place of `node`, in its shape and dtype."""
         order = [ROWS, *self.found.heads, *self.found.values]
         have = [axis for dim in dims for axis in dim]
         result = output
@@ -135,16 +103,17 @@ class _Builder:
             result = self.call(aten.reshape.default, result, [self._size(axis) for axis in order])
             result = self.call(aten.permute.default, result, [order.index(axis) for axis in have])
         shape = [self.step.rows if size == (ROWS,) else self._product(size) for size in dims]
-        return self.call(aten.reshape.default, result, shape)
+        result = self.call(aten.reshape.default, result, shape)
+        return self.call(aten._to_copy.default, result, dtype=node.meta["val"].dtype)
 
     def _product(self, axes: Sequence[int]) -> Any:
         """The size of a dimension that holds these axes."""
         if ROWS not in axes:
-            return self._count(axes)
-        return self.call(operator.mul, self.step.rows, self._count([axis for axis in axes if axis != ROWS]))
+            return self.count(axes)
+        return self.call(operator.mul, self.step.rows, self.count([axis for axis in axes if axis != ROWS]))
 
     def _size(self, axis: int) -> Any:
         return self.step.rows if axis == ROWS else self.found.axes[axis]
 
-    def _count(self, axes: Sequence[int]) -> int:
+    def count(self, axes: Sequence[int]) -> int:
         return int(torch.Size(self.found.axes[axis] for axis in axes).numel())

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._pytree import tree_map_only
 
 from paged_attn.attn_ops.model_code import model_code
+from paged_attn.passes.fx.graph_tools import writes_in_place
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.program import NoOpFits
 
 TRACED_ROWS = 8191  # a prime, so that no other size is a multiple of it
 aten = torch.ops.aten
+
+
+def _lerp(start: Tensor, end: Tensor, weight: Any) -> Any:
+    """With each operand once, unlike torch's, in which what is subtracted from the end depends on the start."""
+    return start * (1 - weight) + end * weight
+
+
+DECOMPOSED: Any = {
+    **get_decompositions([aten.addcmul, aten.addcdiv, aten.baddbmm]),
+    aten.lerp.Scalar: _lerp, aten.lerp.Tensor: _lerp,
+}  # fmt: skip
 
 
 @dataclass
@@ -30,6 +46,7 @@ class StepGraph:
         inputs, states: placeholders, in the order of the layer's operands and of its states.
         owned: placeholder -> the path of the module's tensor.
         rows: the node of the number of rows.
+        replaced: what read a state -> the node that has it of an op.
     """
 
     graph: fx.Graph
@@ -37,6 +54,11 @@ class StepGraph:
     states: list[fx.Node]
     owned: dict[fx.Node, str]
     rows: fx.Node
+    replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def now(self, node: fx.Node) -> fx.Node:
+        """A node of the graph as it was traced, or what is in its place."""
+        return self.replaced.get(node, node)
 
     @property
     def output(self) -> fx.Node:
@@ -53,13 +75,12 @@ def step_graph(layer: RecurrentLayer) -> StepGraph:
     Raises:
         NoOpFits: it cannot be traced for any number of rows, or reads a tensor that is not its module's.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     count = len(layer.operands)
 
     def fake(one: Tensor) -> Tensor:
-        dynamic = [DimDynamic.DUCK] + [DimDynamic.STATIC] * (one.dim() - 1)
-        rows = one.detach().expand(TRACED_ROWS, *one.shape[1:])
-        return mode.from_tensor(rows, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic))
+        with mode:
+            return torch.empty(TRACED_ROWS, *one.shape[1:], dtype=one.dtype, device=one.device)
 
     def step(*given: Tensor) -> tuple[Tensor, ...]:
         output, after = layer.step(list(given[:count]), list(given[count:]))
@@ -70,16 +91,48 @@ def step_graph(layer: RecurrentLayer) -> StepGraph:
     with model_code(lambda why: NoOpFits(f"the graph of its step cannot be traced: {why}")), torch.no_grad():
         given = [fake(one) for one in (*(value[:, :1] for value in layer.given), *states)]
         with mode:
-            traced = make_fx(step, tracing_mode="real", _allow_non_fake_inputs=True)(*given)
+            traced = _traced(step, given)
+            if any(writes_in_place(node) for node in traced.graph.nodes):
+                traced = _traced(functionalize(step, remove="mutations"), given)
     graph = traced.graph
+    for node in list(graph.nodes):
+        if writes_in_place(node) and node.args[0] in graph.find_nodes(op="placeholder"):
+            graph.erase_node(node)  # a step's own tensors, which nobody reads afterwards
     graph.eliminate_dead_code()
     placeholders = list(graph.find_nodes(op="placeholder"))
     owned = _owned(traced, layer.module)
     _as_linears(graph)
-    with graph.inserting_after([*graph.find_nodes(op="placeholder")][-1]):
-        rows = graph.call_function(aten.sym_size.int, (placeholders[0], 0))
-    rows.meta["val"] = placeholders[0].meta["val"].shape[0]
+    rows = _for_any_rows(graph)
     return StepGraph(graph, placeholders[:count], placeholders[count:], owned, rows)
+
+
+def _traced(step: Callable[..., Any], given: Sequence[Tensor]) -> fx.GraphModule:
+    return make_fx(step, DECOMPOSED, tracing_mode="real", _allow_non_fake_inputs=True)(*given)
+
+
+def _for_any_rows(graph: fx.Graph) -> fx.Node:
+    """Every number that the traced number of rows divides becomes that multiple of the number of rows, whose node this returns."""
+    *_, last = graph.find_nodes(op="placeholder")
+    first = next(iter(graph.nodes))
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    with graph.inserting_after(last):
+        rows = graph.call_function(aten.sym_size.int, (first, 0))
+    rows.meta["val"] = TRACED_ROWS
+    multiples = {1: rows}
+
+    def of_rows(value: Any) -> Any:
+        if type(value) is not int or value == 0 or value % TRACED_ROWS:
+            return value
+        times = value // TRACED_ROWS
+        if times not in multiples:
+            with graph.inserting_after(rows):
+                multiples[times] = graph.call_function(operator.mul, (rows, times))
+            multiples[times].meta["val"] = value
+        return multiples[times]
+
+    for node in nodes:
+        node.args, node.kwargs = (tree_map_only(int, of_rows, each) for each in (node.args, node.kwargs))
+    return rows
 
 
 def _owned(traced: fx.GraphModule, module: nn.Module) -> dict[fx.Node, str]:
