@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
@@ -18,24 +18,19 @@ class NoOpFits(Exception):
 
 @dataclass(frozen=True)
 class StateLayout:
-    """How a state of the module becomes the op's: its axes, in which order they are, and how many of them are heads and keys."""
+    """How a state of the module becomes the op's: the sizes of its axes, and which of them each dimension of the op's state holds."""
 
     axes: tuple[int, ...]
-    order: tuple[int, ...]
-    heads: int
-    keys: int
+    dims: tuple[tuple[int, ...], ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[H, K, V], or [channels, 1] without keys."""
-        parts = self.order[: self.heads], self.order[self.heads : self.heads + self.keys], self.order[self.heads + self.keys :]
-        h, k, v = (int(torch.Size(self.axes[axis] for axis in part).numel()) for part in parts)
-        return (h, k, v) if self.keys else (h, 1)
+        return tuple(math.prod(self.axes[axis] for axis in dim) for dim in self.dims)
 
     def of(self, states: Tensor) -> Tensor:
-        """The module's states [N, ...] as the op's [N, ...]."""
-        split = states.reshape(len(states), *self.axes)
-        return split.permute(0, *(1 + axis for axis in self.order)).reshape(len(states), *self.shape)
+        """The module's states [N, ...] as the op's [N, *shape]."""
+        order = [1 + axis for dim in self.dims for axis in dim]
+        return states.reshape(len(states), *self.axes).permute(0, *order).reshape(len(states), *self.shape)
 
 
 @dataclass(frozen=True)

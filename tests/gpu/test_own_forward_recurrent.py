@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from paged_attn import LLM, SamplingParams, explain
 from tests.engine.steps.test_own_forward_steps import forget
+from tests.engine.test_recurrent import OWN_FORWARD
 from tests.oracle import greedy, random_prompts
 from tests.zoo.build import build
 
@@ -48,7 +49,7 @@ def test_tokens_are_the_models_in_full_graphs(name: str, full_float32: None, mon
     modes: list[str] = []
     settings: dict[str, Any] = {
         "page_size": 4, "num_pages": 400, "max_requests": 3, "max_batch_tokens": 32, "graphs": "full", "graph_strict": True,
-        "graph_decode_sizes": 2, "graph_extend_sizes": 2, "inductor": False,
+        "graph_decode_sizes": 2, "graph_extend_sizes": 2, "inductor": False, **OWN_FORWARD,
     }  # fmt: skip
     with LLM(model, **settings) as llm:
         text, steps = explain(llm), llm.engine.step_runner
@@ -75,7 +76,9 @@ def test_a_layer_that_waits_is_found_while_it_is_recorded_and_leaves_pieces(full
     (norm,) = (module.norm for module in model.modules() if type(module).__name__ == "MiniMaxLightningAttention")
     original = norm.forward
     norm.forward = lambda x: original(x) * torch.tensor([1.0], device=x.device)
-    settings: dict[str, Any] = {"page_size": 4, "num_pages": 400, "max_requests": 3, "max_batch_tokens": 32, "inductor": False}
+    settings: dict[str, Any] = {
+        "page_size": 4, "num_pages": 400, "max_requests": 3, "max_batch_tokens": 32, "inductor": False, **OWN_FORWARD,
+    }  # fmt: skip
     with LLM(model, graph_decode_sizes=2, graph_extend_sizes=2, **settings) as llm:
         text = explain(llm)
         assert re.search(r"no graph +full 3.*recurrent_layer_with_output.* cannot be recorded", text), text

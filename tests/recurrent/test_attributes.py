@@ -30,7 +30,9 @@ def inputs_of(length: int) -> dict[str, Any]:
     return {"input_ids": torch.arange(2, 2 + length)[None]}
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 2}, {"page_size": 1, "max_batch_tokens": 8}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_num_seqs": 2}, {"page_size": 1, "max_batch_tokens": 8}, {"disable_passes": ("scans",)}], ids=str
+)
 def test_tokens_are_the_models_own(settings: dict[str, Any]) -> None:
     """Ragged prompts in chunks that mix with decoding, also with fewer slots than requests; twice, for the prefix cache."""
     model, prompts = griffin(), random_prompts((1, 5, 17, 33, 40))
@@ -38,7 +40,8 @@ def test_tokens_are_the_models_own(settings: dict[str, Any]) -> None:
     with LLM(model, **{"page_size": 4, "num_pages": 200, "max_batch_tokens": 16, **settings}) as llm:
         for _ in range(2):
             assert [done.token_ids for done in llm.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))] == expected
-        assert [layer.spec.module for layer in llm.engine.runner.recurrent] == [f"model.layers.{i}.temporal_block" for i in (0, 1)]
+        layers, ops = llm.engine.runner.recurrent, () if "disable_passes" in settings else ("short_conv", "mamba1_scan")
+        assert [(layer.spec.module, layer.ops) for layer in layers] == [(f"model.layers.{i}.temporal_block", ops) for i in (0, 1)]
     assert greedy(model, prompts[2], 8) == expected[2]
 
 

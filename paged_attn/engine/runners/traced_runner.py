@@ -167,11 +167,11 @@ class TracedRunner:
 
         with as_served(self.model):
             self.recurrent, on_all = self._find_recurrent(inputs_of)
+            if self.state_in_attributes:
+                self.recurrent += find_attribute_layers(self.model, inputs_of)
             if "scans" in options.passes:
                 self.recurrent = with_ops(self.recurrent, options.scans_backend)
             self.recurrent = with_state_dtype(self.recurrent, options.state_dtype)
-            if self.state_in_attributes:
-                self.recurrent += find_attribute_layers(self.model, inputs_of)
             self.recurrent = with_graphs(with_long_chunks(self.recurrent))
         with as_served(self.model):
             # A graph from disk has no example values, from which its variant with adapters is made.

@@ -83,6 +83,20 @@ def _proved(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
         UnsupportedError: as in `with_ops`.
     """
     scopes = scopes_of([layer.module])
+    if not scopes:
+        return _proved_with(layer, backend, scopes)
+    try:
+        return _proved_with(layer, backend, scopes)
+    except NoOpFits as reason:
+        try:
+            return _proved_with(layer, backend, [])
+        except NoOpFits as other:
+            logger.debug("%s: %s", layer.spec.module, other)
+            raise reason from None
+
+
+def _proved_with(layer: RecurrentLayer, backend: str, scopes: Sequence[dict[str, Any]]) -> RecurrentLayer:
+    """By the functions in these globals or, without any, by the layer's program."""
     if not all(state.dtype.is_floating_point for state in layer.spec.states):
         raise NoOpFits("a state of it is not a floating-point tensor")
     with torch.no_grad(), evaluating(layer.module):

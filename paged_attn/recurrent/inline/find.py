@@ -70,9 +70,17 @@ class Recurrence:
     @cached_property
     def heads(self) -> list[int]:
         """The axes along which keys, queries or decays differ; all, if the state is read as it is."""
-        of_keys = [factor for factor in self.added if factor.axes & self.summed]
-        apart = {axis for factor in (*of_keys, *self.decay, *self.query) for axis in factor.axes} if self.summed else self.axes
+        apart = {axis for factor in (*self.of_keys, *self.decay, *self.query) for axis in factor.axes} if self.summed else self.axes
         return [axis for axis in sorted(self.axes) if axis in apart and axis not in self.summed and axis != ROWS]
+
+    @cached_property
+    def of_keys(self) -> list[Factor]:
+        """What is added, in part the keys; `of_values`: the rest."""
+        return [factor for factor in self.added if factor.axes & self.summed]
+
+    @cached_property
+    def of_values(self) -> list[Factor]:
+        return [factor for factor in self.added if not factor.axes & self.summed]
 
     @cached_property
     def keys(self) -> list[int]:

@@ -7,14 +7,17 @@ import math
 import torch
 from torch import fx
 
-from paged_attn.attn_ops.ops.scans import LINEAR_ATTENTION, MAMBA1_SCAN
+from paged_attn.attn_ops.ops.scans import LINEAR_ATTENTION, MAMBA1_SCAN, SHORT_CONV
 from paged_attn.recurrent.inline.dims import sizes
+from paged_attn.recurrent.inline.factors import Factor
 from paged_attn.recurrent.inline.find import Recurrence
 from paged_attn.recurrent.inline.operands import Operands
 from paged_attn.recurrent.inline.step_graph import StepGraph
+from paged_attn.recurrent.inline.windows import Window
 from paged_attn.recurrent.program import NoOpFits, StateLayout
 
 aten = torch.ops.aten
+TAPS = -2  # the axis of a convolution's taps, which has one more than the state, or fewer
 WIDEST = 32  # times a token's own width: as much as Mamba's discretized matrices
 SHORTEST = 1e-20  # a time step that decays nothing, and by which numbers can still be divided
 
@@ -27,21 +30,31 @@ def refuse_wide(step: StepGraph, found: Recurrence) -> None:
         raise NoOpFits(f"for each token it would need {own:,} keys, decays or elements of its state; allowed are {allowed:,}")
 
 
-def layout_of(found: Recurrence) -> StateLayout:
+def layout_of(found: Recurrence | Window) -> StateLayout:
     ones = [axis for axis in range(len(found.shape)) if axis not in found.axes]
-    order = [*ones, *found.heads, *found.keys, *found.values]
-    return StateLayout(found.shape, tuple(order), len(ones) + len(found.heads), len(found.keys))
+    if isinstance(found, Window):
+        return StateLayout(found.shape, ((*ones, *found.channels), () if found.taps is None else (found.taps,)))
+    dims = (*ones, *found.heads), tuple(found.keys), tuple(found.values)
+    return StateLayout(found.shape, dims if found.summed else dims[:2])
 
 
-def insert_op(step: StepGraph, found: Recurrence, layer_id: fx.Node, state_id: int) -> str:
+def insert_op(step: StepGraph, found: Recurrence | Window, layer_id: fx.Node, state_id: int) -> str:
     """From now on what is read of the state is the output of an op, whose name this returns."""
-    build = Operands(step, found)
-    with step.graph.inserting_before(_after_operands(step, found)):
-        if found.summed:
-            name, output = "linear_attention", _linear_attention(build, found, layer_id, state_id)
+    ids = layer_id, state_id
+    anchor, earlier = _after_operands(step, found)
+    with step.graph.inserting_before(anchor):
+        if isinstance(found, Window):
+            build = Operands(step, {**found.axes, TAPS: found.count}, found.channels)
+            name, output = "short_conv", _short_conv(build, found, *ids)
         else:
-            name, output = "mamba1_scan", _scan_of_channels(build, found, layer_id, state_id)
+            build = Operands(step, found.axes, found.heads, found.values)
+            of = _linear_attention if found.summed else _scan_of_channels
+            name, output = ("linear_attention" if found.summed else "mamba1_scan"), of(build, found, *ids)
         results = [build.as_read(output, read.dims, read.node) for read in found.reads]
+    last = results[-1]
+    for node in earlier:
+        last.append(node)
+        last = node
     for read, result in zip(found.reads, results, strict=True):
         result.meta = read.node.meta
         read.node.replace_all_uses_with(result)
@@ -49,9 +62,30 @@ def insert_op(step: StepGraph, found: Recurrence, layer_id: fx.Node, state_id: i
     return name
 
 
+def _short_conv(build: Operands, found: Window, layer_id: fx.Node, state_id: int) -> fx.Node:
+    x = build.call(aten.squeeze.dim, build.product([found.new], []), 2)
+    channels, dtype = build.count(found.channels), dtype_of(found.new)
+    if isinstance(found.weights, int):
+        after = found.count - 1 - found.weights
+        parts = (found.weights, aten.new_zeros.default), (1, aten.new_ones.default), (after, aten.new_zeros.default)
+        weight = build.call(aten.cat.default, [build.made(target, (channels, size), dtype=dtype) for size, target in parts], 1)
+    else:
+        dims = tuple(tuple(TAPS if axis == found.taps else axis for axis in dim) for dim in found.weights.dims)
+        weight = build.per_channel(Factor(found.weights.node, dims), TAPS)
+    output = build.made(aten.new_empty.default, (build.step.rows, channels), dtype=dtype)
+    build.call(SHORT_CONV, x, weight, None, output, "", [], layer_id, state_id)
+    return output
+
+
+def dtype_of(factor: Factor) -> torch.dtype:
+    assert isinstance(factor.node, fx.Node)
+    dtype: torch.dtype = factor.node.meta["val"].dtype
+    return dtype
+
+
 def _linear_attention(build: Operands, found: Recurrence, layer_id: fx.Node, state_id: int) -> fx.Node:
-    query, key = (build.product(factors, found.keys) for factors in (found.query, build.of_keys))
-    value, decays = build.product(build.of_values, found.values), build.decays()
+    query, key = (build.product(factors, found.keys) for factors in (found.query, found.of_keys))
+    value, decays = build.product(found.of_values, found.values), build.decays(found)
     shape = (build.step.rows, build.count(found.heads), build.count(found.values))
     output = build.made(aten.new_empty.default, shape, dtype=found.reads[0].node.meta["val"].dtype)
     build.call(LINEAR_ATTENTION, query, key, value, decays, output, layer_id, state_id)
@@ -61,8 +95,8 @@ def _linear_attention(build: Operands, found: Recurrence, layer_id: fx.Node, sta
 def _scan_of_channels(build: Operands, found: Recurrence, layer_id: fx.Node, state_id: int) -> fx.Node:
     """Mamba-1's scan with a single element for each channel: S = exp(-dt) S + dt x, so that x is what is added, divided by dt."""
     channels, rows = build.count(found.heads), build.step.rows
-    dt = build.call(aten.clamp_min.default, build.call(aten.neg.default, build.decays()), SHORTEST)
-    added = build.call(aten.squeeze.dim, build.float32(build.product(build.of_values, [])), 2)
+    dt = build.call(aten.clamp_min.default, build.call(aten.neg.default, build.decays(found)), SHORTEST)
+    added = build.call(aten.squeeze.dim, build.float32(build.product(found.of_values, [])), 2)
     x = build.call(aten.div.Tensor, added, dt)
     a, ones = build.made(aten.new_full.default, (channels, 1), -1.0), build.made(aten.new_ones.default, (rows, 1))
     output = build.made(aten.new_empty.default, (rows, channels))
@@ -72,10 +106,22 @@ def _scan_of_channels(build: Operands, found: Recurrence, layer_id: fx.Node, sta
     return build.call(aten.mul.Tensor, output, build.call(aten.squeeze.dim, build.product(found.query, []), 2))
 
 
-def _after_operands(step: StepGraph, found: Recurrence) -> fx.Node:
-    """The node after the last one that the op's operands need; the first that reads the state, as a rule."""
+def _factors(found: Recurrence | Window) -> list[Factor]:
+    if isinstance(found, Recurrence):
+        return [*found.decay, *found.added, *found.query]
+    return [found.new, *([found.weights] if isinstance(found.weights, Factor) else [])]
+
+
+def _after_operands(step: StepGraph, found: Recurrence | Window) -> tuple[fx.Node, list[fx.Node]]:
+    """The node before which there is all that the op needs, and the nodes before it that need what is read of the state."""
     order = {node: index for index, node in enumerate(step.graph.nodes)}
     first = min((read.node for read in found.reads), key=lambda node: order[node])
-    factors = [step.now(factor.node) for factor in (*found.decay, *found.added, *found.query) if isinstance(factor.node, fx.Node)]
-    last = max([first, *factors], key=lambda node: order[node])
-    return first if last is first else last.next
+    factors = [step.now(factor.node) for factor in _factors(found) if isinstance(factor.node, fx.Node)]
+    anchor = max([first, *(node.next for node in (*factors, step.rows))], key=lambda node: order[node])
+    needing = {read.node for read in found.reads}
+    earlier = []
+    for node in list(order)[: order[anchor]]:
+        if any(arg in needing for arg in node.all_input_nodes):
+            needing.add(node)
+            earlier.append(node)
+    return anchor, earlier

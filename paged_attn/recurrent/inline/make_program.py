@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from torch import Tensor, fx, nn
 
-from paged_attn.recurrent.inline.find import recurrence_of
+from paged_attn.recurrent.inline.find import Recurrence, recurrence_of
 from paged_attn.recurrent.inline.insert import insert_op, layout_of, refuse_wide
-from paged_attn.recurrent.inline.step_graph import step_graph
+from paged_attn.recurrent.inline.step_graph import StepGraph, step_graph
+from paged_attn.recurrent.inline.windows import Window, window_of
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.program import NoOpFits, Program
 
@@ -33,11 +34,9 @@ def program_of(layer: RecurrentLayer) -> Program:
     graph = step.graph
     with graph.inserting_before(step.inputs[0]):
         layer_id = graph.placeholder("layer_id")
-    recurrences = [recurrence_of(step, index) for index in range(len(step.states))]
-    for found in recurrences:
-        refuse_wide(step, found)
-    layouts = [layout_of(found) for found in recurrences]
-    ops = [insert_op(step, found, layer_id, index) for index, found in enumerate(recurrences)]
+    found = [_found(step, index) for index in range(len(step.states))]
+    layouts = [layout_of(each) for each in found]
+    ops = [insert_op(step, each, layer_id, index) for index, each in enumerate(found)]
     step.output.args = (step.results[0],)
     graph.eliminate_dead_code()
     if any(node.users for node in step.states):
@@ -54,6 +53,18 @@ def program_of(layer: RecurrentLayer) -> Program:
     graph.lint()
     module = fx.GraphModule(nn.Module(), graph)
     return Program(_function(module), tuple(taken), tuple(owned), tuple(ops), tuple(layouts), layer.spec, module.code)
+
+
+def _found(step: StepGraph, index: int) -> Recurrence | Window:
+    try:
+        found = recurrence_of(step, index)
+        refuse_wide(step, found)
+        return found
+    except NoOpFits as reason:
+        try:
+            return window_of(step, index)
+        except NoOpFits:
+            raise reason from None
 
 
 def _function(module: fx.GraphModule) -> Callable[..., Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,14 @@ SMALLEST = torch.finfo(torch.float32).tiny  # a decay that is no larger has forg
 
 
 class Operands:
-    """Makes nodes where the graph inserts them."""
+    """Makes nodes where the graph inserts them.
 
-    def __init__(self, step: StepGraph, found: Recurrence) -> None:
-        self.step, self.found = step, found
-        self.of_keys = [factor for factor in found.added if factor.axes & found.summed]
-        self.of_values = [factor for factor in found.added if factor not in self.of_keys]
+    Args:
+        axes: the sizes of all axes; `heads`: those that are H, or the channels; `values`: those that are V.
+    """
+
+    def __init__(self, step: StepGraph, axes: Mapping[int, int], heads: Sequence[int], values: Sequence[int] = ()) -> None:
+        self.step, self.axes, self.heads, self.values = step, axes, [*heads], [*values]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.step.graph.call_function(target, args, kwargs)
@@ -44,11 +46,11 @@ class Operands:
             result = self.call(aten.mul.Tensor, result, other)
         return self._flat(result, last)
 
-    def decays(self) -> fx.Node:
+    def decays(self, found: Recurrence) -> fx.Node:
         """[rows, H] or [rows, H, K]: the logarithm of the decay, in float32."""
-        by_channel = any(factor.axes & self.found.summed for factor in self.found.decay)
-        last = self.found.keys if by_channel else []
-        terms = [self._arranged(self._logarithm(factor), last) for factor in self.found.decay]
+        by_channel = any(factor.axes & found.summed for factor in found.decay)
+        last = found.keys if by_channel else []
+        terms = [self._arranged(self._logarithm(factor), last) for factor in found.decay]
         result = terms[0] if terms else self.call(aten.zeros_like.default, self._ones(last))
         for term in terms[1:]:
             result = self.call(aten.add.Tensor, result, term)
@@ -60,7 +62,7 @@ class Operands:
         if not isinstance(node, fx.Node):
             ones = self._ones([])
             scaled = self.call(aten.mul.Tensor, ones, node)
-            return Factor(self._log(scaled), ((),) * (2 + len(self.found.heads)))
+            return Factor(self._log(scaled), ((),) * (2 + len(self.heads)))
         node = inside = self.step.now(node)
         while inside.target is aten._to_copy.default:
             inside = viewed(inside)  # type: ignore[assignment]
@@ -73,12 +75,12 @@ class Operands:
 
     def _ones(self, last: Sequence[int]) -> fx.Node:
         """[1, ...] in the dtype of the layer's rows."""
-        return self.call(aten.new_ones.default, self.step.inputs[0], [1] * (1 + len(self.found.heads) + len(last)))
+        return self.call(aten.new_ones.default, self.step.inputs[0], [1] * (1 + len(self.heads) + len(last)))
 
     def _arranged(self, factor: Factor, last: Sequence[int]) -> fx.Node:
         """[rows or 1, heads or 1, ..., last or 1, ...]"""
         have = [axis for dim in factor.dims for axis in dim]
-        wanted = [ROWS, *self.found.heads, *last]
+        wanted = [ROWS, *self.heads, *last]
         present = [axis for axis in wanted if axis in have]
         assert isinstance(factor.node, fx.Node)
         node = self.step.now(factor.node)
@@ -87,16 +89,22 @@ class Operands:
             node = self.call(aten.permute.default, node, [have.index(axis) for axis in present])
         return self.call(aten.reshape.default, node, [self._size(axis) if axis in have else 1 for axis in wanted])
 
+    def per_channel(self, factor: Factor, last: int) -> fx.Node:
+        """[H, X] of a factor without rows, with the axis `last` as X."""
+        shape = [self.count(self.heads), self.axes[last]]
+        full = self.call(aten.expand.default, self._arranged(factor, [last]), [1, *(self.axes[axis] for axis in (*self.heads, last))])
+        return self.call(aten.reshape.default, full, shape)
+
     def _flat(self, node: fx.Node, last: Sequence[int]) -> fx.Node:
         """[rows, H, X] of what is arranged."""
-        full = self.call(aten.expand.default, node, [self._size(axis) for axis in (ROWS, *self.found.heads, *last)])
-        if (len(self.found.heads), len(last)) == (1, 1):
+        full = self.call(aten.expand.default, node, [self._size(axis) for axis in (ROWS, *self.heads, *last)])
+        if (len(self.heads), len(last)) == (1, 1):
             return full
-        return self.call(aten.reshape.default, full, [self.step.rows, self.count(self.found.heads), self.count(last)])
+        return self.call(aten.reshape.default, full, [self.step.rows, self.count(self.heads), self.count(last)])
 
     def as_read(self, output: fx.Node, dims: Dims, node: fx.Node) -> fx.Node:
         """The op's output [rows, H, V] in the place of `node`, in its shape and dtype."""
-        order = [ROWS, *self.found.heads, *self.found.values]
+        order = [ROWS, *self.heads, *self.values]
         have = [axis for dim in dims for axis in dim]
         result = output
         if have != order:
@@ -113,7 +121,7 @@ class Operands:
         return self.call(operator.mul, self.step.rows, self.count([axis for axis in axes if axis != ROWS]))
 
     def _size(self, axis: int) -> Any:
-        return self.step.rows if axis == ROWS else self.found.axes[axis]
+        return self.step.rows if axis == ROWS else self.axes[axis]
 
     def count(self, axes: Sequence[int]) -> int:
-        return int(torch.Size(self.found.axes[axis] for axis in axes).numel())
+        return int(torch.Size(self.axes[axis] for axis in axes).numel())

@@ -30,9 +30,21 @@ def _lerp(start: Tensor, end: Tensor, weight: Any) -> Any:
     return start * (1 - weight) + end * weight
 
 
+def _copy(onto: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
+    """Without what was there before."""
+    return source.to(onto.dtype).expand_as(onto)
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *form: Any) -> Any:
+    """The bias by itself."""
+    if bias is None:
+        return NotImplemented
+    return aten.convolution.default(x, weight, None, *form) + bias.view(-1, *[1] * (x.dim() - 2))
+
+
 DECOMPOSED: Any = {
     **get_decompositions([aten.addcmul, aten.addcdiv, aten.baddbmm]),
-    aten.lerp.Scalar: _lerp, aten.lerp.Tensor: _lerp,
+    aten.lerp.Scalar: _lerp, aten.lerp.Tensor: _lerp, aten.copy.default: _copy, aten.convolution.default: _convolution,
 }  # fmt: skip
 
 
@@ -93,7 +105,7 @@ def step_graph(layer: RecurrentLayer) -> StepGraph:
         with mode:
             traced = _traced(step, given)
             if any(writes_in_place(node) for node in traced.graph.nodes):
-                traced = _traced(functionalize(step, remove="mutations"), given)
+                traced = _traced(functionalize(traced, remove="mutations"), given)  # not of the step, which may have autograd functions
     graph = traced.graph
     for node in list(graph.nodes):
         if writes_in_place(node) and node.args[0] in graph.find_nodes(op="placeholder"):

@@ -171,6 +171,58 @@ class Corrected(Retention):
         return (q.unsqueeze(-1) * state).sum(-2).flatten(1), state
 
 
+class Shifted(Mixer):
+    """RWKV's token shift: mixes each row with the one before."""
+
+    state = (WIDTH,)
+
+    def __init__(self, layer_idx: int = 0) -> None:
+        super().__init__(layer_idx)
+        self.share = nn.Parameter(torch.rand(WIDTH))
+
+    def token(self, row: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return self.v(row * self.share + state * (1 - self.share)), row
+
+
+class Convolved(Mixer):
+    """A causal convolution of four taps; subclasses write it in other ways."""
+
+    state = (WIDTH, 3)
+
+    def __init__(self, layer_idx: int = 0) -> None:
+        super().__init__(layer_idx)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 4, groups=WIDTH)
+
+    def token(self, row: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        seen = torch.cat([state, row[..., None]], -1)
+        return self.v(F.silu((seen * self.conv.weight[:, 0]).sum(-1) + self.conv.bias)), seen[..., 1:]
+
+
+class ConvolvedByTorch(Convolved):
+    def token(self, row: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        seen = torch.cat([state, row.unsqueeze(-1)], -1)
+        return self.v(self.conv(seen).squeeze(-1)), seen[:, :, -3:]
+
+
+class Rolled(Convolved):
+    """Keeps all rows that it reads, and writes in place."""
+
+    state = (WIDTH, 4)
+
+    def token(self, row: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = torch.roll(state, shifts=-1, dims=-1)
+        state[:, :, -1] = row
+        return self.v(torch.einsum("bcw,cw->bc", state, self.conv.weight[:, 0]) + self.conv.bias), state
+
+
+class TapsFirst(Convolved):
+    state = (3, WIDTH)
+
+    def token(self, row: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        seen = torch.cat([state, row[:, None]], 1)
+        return self.v((seen * self.conv.weight[:, 0].t()).sum(1)), seen[:, 1:]
+
+
 class Model(PreTrainedModel):
     config_class = PretrainedConfig
 
