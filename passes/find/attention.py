@@ -10,6 +10,7 @@ from paged_attn.attn_ops.ops.module import MODULE_ON_ALL_TOKENS
 from paged_attn.passes.find.attention_site import AttentionSite, ModuleScores
 from paged_attn.passes.find.sdpa import find_sdpa
 from paged_attn.passes.find.softmax import find_softmax
+from paged_attn.passes.find.spellings.own_buffers import take_written_values
 from paged_attn.passes.fx.call_form import CallForm
 
 
@@ -37,4 +38,6 @@ def find_attention(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
     Raises:
         UnsupportedError: an attention of unknown form; the message names it.
     """
+    if not form.reason:
+        take_written_values(graph, form)
     return sorted((site for finder in FINDERS for site in finder(graph, form)), key=lambda site: site.node)

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import fx
 
 from paged_attn.passes.find.attention_site import AttentionSite, UnknownAttention, WrittenScores, attention_stand_in, module_path
-from paged_attn.passes.find.combined_weights import distribute_products
-from paged_attn.passes.find.decompose_flex import decompose_flex
 from paged_attn.passes.find.dual_chunk import find_dual_chunk
-from paged_attn.passes.find.flattened_rows import split_rows
 from paged_attn.passes.find.products import Product, other_uses, score_products, split_baddbmm, weighted_sums
-from paged_attn.passes.find.score_layout import bring_to_layout, token_axes
+from paged_attn.passes.find.spellings.combined_weights import distribute_products
+from paged_attn.passes.find.spellings.decompose_flex import decompose_flex
+from paged_attn.passes.find.spellings.flattened_rows import split_rows
+from paged_attn.passes.find.spellings.score_layout import bring_to_layout, token_axes
+from paged_attn.passes.find.spellings.summed_products import join_sums
 from paged_attn.passes.find.weights_as_softmax import softmaxes_of_weights
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, move_before, op_name, shape_of, symbol
@@ -47,6 +48,7 @@ def find_softmax(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
     softmaxes = [node for node in graph.nodes if is_softmax(node) and token_axes(node, form.num_tokens) is not None]
     split_baddbmm(graph, form.num_tokens)
     split_rows(graph, form.num_tokens)
+    join_sums(graph, form.num_tokens)
     softmaxes = [bring_to_layout(node, form.num_tokens) for node in softmaxes]
     distribute_products(graph, softmaxes, form.num_tokens)
     of_weights = softmaxes_of_weights(graph, set(softmaxes), form.num_tokens)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from paged_attn.passes.find.products import Product, product_of
-from paged_attn.passes.find.score_layout import keep_origin
+from paged_attn.passes.find.spellings.score_layout import keep_origin
 from paged_attn.passes.fx.graph_tools import call_with_value, shape_of, sizes_of, symbol, token_dims
 
 
