@@ -13,7 +13,6 @@ from paged_attn.attn_ops.ops.kinds import WITH_STATE
 from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
 from paged_attn.passes.find.attention import find_attention
 from paged_attn.passes.find.attention_site import AttentionSite
-from paged_attn.passes.find.latent import LatentFinder
 from paged_attn.passes.fx.call_form import CallNotPaged
 from paged_attn.passes.fx.constants import specialise_numbers
 from paged_attn.passes.fx.graph_tools import name_of, remove_dead_code, shape_of
@@ -32,7 +31,7 @@ from paged_attn.passes.positions.independent_rows import MixesRows, check_indepe
 from paged_attn.passes.positions.own_positions import use_own_positions
 from paged_attn.passes.prove.attention import AttentionProof, Prover, refuse_implausible
 from paged_attn.passes.prove.dual_chunk import DualChunkProof
-from paged_attn.passes.prove.latent import LatentProof, latent_of
+from paged_attn.passes.prove.latent import LatentProof, LatentProver
 from paged_attn.passes.prove.score_subgraph import Recomputable
 from paged_attn.passes.replace_layers import pool_dtype, replace_layers
 from paged_attn.passes.report import Facts, GraphPass
@@ -85,9 +84,9 @@ def _proof_of(prover: Prover, site: AttentionSite) -> AttentionProof | DualChunk
 
 
 def _latents(graph: fx.Graph, facts: Facts) -> int:
-    finder = LatentFinder(graph, facts.form)
+    prover = LatentProver(graph, facts.form)
     for index, (site, proof) in enumerate(zip(facts.sites, facts.proofs, strict=True)):
-        if isinstance(proof, AttentionProof) and (latent := latent_of(finder, site, proof, pool_dtype(site, facts.model))):
+        if isinstance(proof, AttentionProof) and (latent := prover.prove(site, proof, pool_dtype(site, facts.model))):
             facts.latents[index] = latent
     return sum(isinstance(each, LatentProof) for each in facts.latents.values())
 

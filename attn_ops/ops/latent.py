@@ -21,7 +21,8 @@ class LatentCall:
     """The op's arguments for one layer of one step.
 
     query [T, heads, key_dim + rotated], latent [T, rank], rotated [T, rotated] or None, any strides; output [T, heads, value_dim];
-    weight_k and weight_v [rows, rank], possibly one tensor: `spec.keys` and `spec.values` say which rows make K and V.
+    weight_k and weight_v [rows, rank] of any strides, possibly one tensor: `spec.keys` and `spec.values` say which rows make K and V; None
+    without these.
     """
 
     layer_id: int
@@ -29,13 +30,23 @@ class LatentCall:
     query: Tensor
     latent: Tensor
     rotated: Tensor | None
-    weight_k: Tensor
-    weight_v: Tensor
+    weight_k: Tensor | None
+    weight_v: Tensor | None
     output: Tensor
 
 
-def _run(query: Tensor, latent: Tensor, rotated: Tensor | None, weight_k: Tensor, weight_v: Tensor, output: Tensor, layer_id: int) -> None:
-    """The tensors of a `LatentCall`. Rows past the batch's real tokens are zeroed."""
+def _run(
+    query: Tensor,
+    latent: Tensor,
+    rotated: Tensor | None,
+    weight_k: Tensor | None,
+    weight_v: Tensor | None,
+    output: Tensor,
+    layer_id: int,
+    bias: Tensor | None = None,
+) -> None:
+    """The tensors of a `LatentCall`; bias [heads, value_dim] is that of the values, which each row of the output gets once since a query's
+    weights add up to 1. Rows past the batch's real tokens are zeroed, but for the bias."""
     context = context_of("latent_attention_with_output", query.shape[0])
     spec = context.layers[layer_id] if 0 <= layer_id < len(context.layers) else None
     width = latent.shape[1] + (0 if rotated is None else rotated.shape[1])
@@ -46,10 +57,12 @@ def _run(query: Tensor, latent: Tensor, rotated: Tensor | None, weight_k: Tensor
         )
     call = LatentCall(layer_id, spec, query, latent, rotated, weight_k, weight_v, output)
     context.backend.forward_latent(context, call)
+    if bias is not None:
+        output.add_(bias)
 
 
 LATENT_ATTENTION = define_op(
-    "latent_attention_with_output(Tensor query, Tensor latent, Tensor? rotated, Tensor weight_k, Tensor weight_v, "
-    "Tensor(a!) output, int layer_id) -> ()",
+    "latent_attention_with_output(Tensor query, Tensor latent, Tensor? rotated, Tensor? weight_k, Tensor? weight_v, "
+    "Tensor(a!) output, int layer_id, Tensor? bias=None) -> ()",
     _run,
 )

@@ -11,16 +11,17 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 
 
 class HeadRows(NamedTuple):
-    """The rows of a weight [rows, rank] that make the keys, or the values, of head h: those from `start + h * stride` on."""
+    """The rows of a weight [rows, rank] that make keys or values: `start + h * stride + d * step` makes element d of head h."""
 
     start: int
     stride: int
+    step: int = 1
 
     def of(self, weight: Tensor, heads: int, dim: int) -> Tensor:
-        """[heads, dim, rank] of a weight, as a view if its memory is dense."""
-        dense = weight.contiguous()
-        rank = dense.shape[1]
-        return dense.as_strided((heads, dim, rank), (self.stride * rank, rank, 1), dense.storage_offset() + self.start * rank)
+        """[heads, dim, rank] of a weight, as a view."""
+        row, column = weight.stride()
+        strides = (self.stride * row, self.step * row, column)
+        return weight.as_strided((heads, dim, weight.shape[1]), strides, weight.storage_offset() + self.start * row)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +37,16 @@ class LatentSpec(AttentionSpec):
         key_dim: width of a head's keys without the rotated part; the model's query heads are `key_dim + rotated` wide.
         value_dim: width of a head's values, and of its output.
         rotated_first: whether the rotated part of queries (and keys) comes first.
-        keys, values: the rows of the op's weights.
+        keys, values: the rows of the op's weights; None: the model maps queries and outputs itself, so that its queries meet the row
+            as it is, and its values are the latent.
     """
 
     rotated: int
     key_dim: int
     value_dim: int
     rotated_first: bool = False
-    keys: HeadRows
-    values: HeadRows
+    keys: HeadRows | None
+    values: HeadRows | None
 
     @property
     def rank(self) -> int:

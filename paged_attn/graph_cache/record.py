@@ -125,7 +125,7 @@ def _spec(data: Data) -> AttentionSpec:
         known["alibi_slopes"] = tuple(known["alibi_slopes"])
     if "rotated" not in known:
         return (DualChunkSpec if known["chunk_part"] == "all" else AttentionSpec)(**known)
-    return LatentSpec(**known | {name: HeadRows(*known[name]) for name in ("keys", "values")})
+    return LatentSpec(**known | {name: known[name] and HeadRows(*known[name]) for name in ("keys", "values")})
 
 
 def _input(role: str, arg: Any, owned: OwnedTensors) -> Data:

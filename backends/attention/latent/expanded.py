@@ -78,6 +78,7 @@ def expand(call: LatentCall, pool: KVPool, slots: Tensor, keys: Tensor, values: 
     kept = pool.key(call.layer_id)[slots // pool.page_size, slots % pool.page_size, 0].to(keys.dtype)  # [tokens, rank + rotated]
     latent = kept[:, : spec.rank].expand(heads, -1, -1)
     plain, rotated = spec.split(keys)
+    assert spec.keys is not None and spec.values is not None and call.weight_k is not None and call.weight_v is not None
     with torch.no_grad():
         torch.bmm(latent, spec.keys.of(call.weight_k, heads, spec.key_dim).transpose(1, 2), out=plain)
         torch.bmm(latent, spec.values.of(call.weight_v, heads, spec.value_dim).transpose(1, 2), out=values)

@@ -81,12 +81,21 @@ def attend_to_latents(backend: LatentBackend, context: ForwardContext, call: Lat
 def attend_absorbed(backend: Backend, plan: Any, call: LatentCall, absorbed: Tensor, output: Tensor) -> None:
     """Absorbed queries [T, heads, rank + rotated] attend to the pool's rows; writes output [T, heads, value_dim]."""
     spec = call.spec
+    if spec.values is None:
+        forward_rows(backend, plan, call, absorbed, output)
+        return
+    assert call.weight_v is not None
     sums = absorbed.new_empty((absorbed.shape[0], spec.num_q_heads, spec.rank))
-    no_key = absorbed[:, :1]  # placeholder of the right shape; the step's rows are in the pool
-    backend.forward(plan, call.layer_id, spec, absorbed, no_key, no_key[..., : spec.rank], sums, save_kv_cache=False)
+    forward_rows(backend, plan, call, absorbed, sums)
     maps = spec.values.of(call.weight_v, spec.num_q_heads, spec.value_dim)  # [heads, value_dim, rank]
     with torch.no_grad():
         torch.bmm(sums.transpose(0, 1), maps.transpose(1, 2), out=output.transpose(0, 1))
+
+
+def forward_rows(backend: Backend, plan: Any, call: LatentCall, absorbed: Tensor, sums: Tensor) -> None:
+    """Writes sums [T, heads, rank] of the pool's latents."""
+    no_key = absorbed[:, :1]  # placeholder of the right shape; the step's rows are in the pool
+    backend.forward(plan, call.layer_id, call.spec, absorbed, no_key, no_key[..., : call.spec.rank], sums, save_kv_cache=False)
 
 
 def _latent_step(backend: LatentBackend, context: ForwardContext, call: LatentCall) -> LatentStep | None:
@@ -94,7 +103,7 @@ def _latent_step(backend: LatentBackend, context: ForwardContext, call: LatentCa
     if context.latent_plan is None:
         context.latent_plan = {}
     spec, most = call.spec, most_tokens(call)
-    kind = (spec.rank, spec.rotated, spec.key_dim, spec.value_dim, spec.num_q_heads, spec.scale, most)
+    kind = (spec.keys is None, spec.rank, spec.rotated, spec.key_dim, spec.value_dim, spec.num_q_heads, spec.scale, most)
     if kind not in context.latent_plan:
         context.latent_plan[kind] = _absorb_or_expand(backend, context, spec, call.query.dtype, most)
     step: LatentStep | None = context.latent_plan[kind]
@@ -125,13 +134,17 @@ def _absorb_or_expand(
     return LatentStep((), fresh, tuple((r, rows[r]) for r in chosen if r not in set(whole)), planned)
 
 
-def absorbed_queries(spec: LatentSpec, query: Tensor, weight_k: Tensor) -> Tensor:
+def absorbed_queries(spec: LatentSpec, query: Tensor, weight_k: Tensor | None) -> Tensor:
     """Queries [T, heads, key_dim + rotated] as [T, heads, rank + rotated], whose product with a row is the product with the head's key.
 
     Their last `rotated` elements are not written yet; they are those of the queries.
     """
     plain, _ = spec.split(query)
     absorbed = query.new_empty((query.shape[0], spec.num_q_heads, spec.qk_head_dim))
+    if spec.keys is None:
+        absorbed[..., : spec.rank] = plain
+        return absorbed
+    assert weight_k is not None
     maps = spec.keys.of(weight_k, spec.num_q_heads, spec.key_dim)  # [heads, key_dim, rank]
     with torch.no_grad():
         torch.bmm(plain.transpose(0, 1), maps, out=absorbed[..., : spec.rank].transpose(0, 1))
@@ -151,11 +164,11 @@ def expanded_operations(spec: LatentSpec, new: int, cached: int) -> float:
 
 
 def expands(spec: LatentSpec, new: int, cached: int) -> bool:
-    """Whether a request's keys and values are expanded for its new tokens; never in a decode step.
+    """Whether a request's keys and values are expanded for its new tokens; never in a decode step, nor where the model absorbs by itself.
 
     Operations count equally on both sides: `python benchmarks/latent.py` finds a factor of 1 on a CPU, and none that fits on a GPU.
     """
-    return new > 1 and expanded_operations(spec, new, cached) < absorbed_operations(spec, new, cached)
+    return spec.keys is not None and new > 1 and expanded_operations(spec, new, cached) < absorbed_operations(spec, new, cached)
 
 
 def _pairs(new: int, cached: int) -> float:

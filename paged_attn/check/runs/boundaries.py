@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paged_attn.attn_ops.ops.positions import REQUEST_LENGTHS
+from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.capture.split.split_graph import SplitGraph
 from paged_attn.passes.replace.operand_layout import Operand
 from paged_attn.passes.report import LayerReport, Rewrite
@@ -34,10 +35,12 @@ class Boundary:
         return self.layer is not None or self.operand is not None
 
     def as_written(self, value: Tensor) -> Tensor:
-        """The original's value in the paged op's layout: attention [T, heads, v_dim]; other values unchanged."""
+        """The original's value in the paged op's layout: attention [T, heads, v_dim], without zeros behind; other values unchanged."""
         if self.layer is None:
             return value
         order = self.layer.original_order
+        if isinstance(self.layer.spec, LatentSpec):
+            value = value[..., : self.layer.spec.value_dim]
         if value.dim() != len(order):
             return value[0].transpose(0, 1)
         heads_first = value.permute(order)

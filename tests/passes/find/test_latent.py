@@ -36,7 +36,9 @@ class Latent(nn.Module):
         self.v_b = nn.Linear(rank, HEADS * VALUE, bias=False)
         self.own = nn.Linear(32, HEADS * SHARED)
         self.head = nn.Linear(HEADS * VALUE, VOCAB)
-        for weight in (self.kv_b.weight, self.k_b.weight, self.v_b.weight):
+        self.columns = nn.Parameter(torch.empty(rank, HEADS * (NOPE + VALUE)))
+        self.by_head = nn.Parameter(torch.empty(HEADS, rank, NOPE + VALUE))
+        for weight in (self.kv_b.weight, self.k_b.weight, self.v_b.weight, self.columns, self.by_head, *([self.kv_b.bias] if bias else [])):
             nn.init.normal_(weight, std=0.5)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -98,6 +100,40 @@ def scaled_latent(self: Latent, latent: Tensor, shared: Tensor) -> KeysAndValues
     return concatenated(self, latent * 1.5, shared)
 
 
+def joined(keys: Tensor, values: Tensor, shared: Tensor) -> KeysAndValues:
+    """A size read off a tensor that is made of other things."""
+    return torch.cat((keys, shared.expand_as(keys[..., :SHARED])), -1), values
+
+
+def weight_by_columns(self: Latent, latent: Tensor, shared: Tensor) -> KeysAndValues:
+    return joined(*heads_of(torch.matmul(latent, self.columns), NOPE, VALUE), shared)
+
+
+def weight_by_heads(self: Latent, latent: Tensor, shared: Tensor) -> KeysAndValues:
+    return joined(*(latent[:, None] @ self.by_head).split([NOPE, VALUE], -1), shared)
+
+
+def einsum_with_a_view(self: Latent, latent: Tensor, shared: Tensor) -> KeysAndValues:
+    weight = self.kv_b.weight.view(HEADS, NOPE + VALUE, -1)
+    keys, values = (torch.einsum("btr,hdr->bhtd", latent, part) for part in (weight[:, :NOPE], weight[:, NOPE:]))
+    return joined(keys, values, shared)
+
+
+def parts_of_a_weight(self: Latent, latent: Tensor, shared: Tensor) -> KeysAndValues:
+    keys, values = (F.linear(latent, part) for part in self.kv_b.weight.split([HEADS * NOPE, HEADS * VALUE]))
+    return joined(*heads_of(keys, NOPE), *heads_of(values, VALUE), shared)
+
+
+def flat_rows(self: Latent, latent: Tensor, shared: Tensor) -> KeysAndValues:
+    product = torch.mm(latent.view(-1, latent.shape[-1]), self.kv_b.weight.t())
+    return joined(*heads_of(product.view(1, -1, HEADS * STRIDE), NOPE, VALUE), shared)
+
+
+def heads_behind(self: Latent, latent: Tensor, shared: Tensor) -> KeysAndValues:
+    product = self.kv_b(latent).unflatten(-1, (NOPE + VALUE, HEADS)).permute(0, 3, 1, 2)
+    return joined(product[..., :NOPE], product[..., NOPE:], shared)
+
+
 STRIDE = NOPE + VALUE
 SPELLINGS = {
     concatenated: (HeadRows(0, STRIDE), HeadRows(NOPE, STRIDE)),
@@ -108,6 +144,12 @@ SPELLINGS = {
     shared_in_two_pieces: (HeadRows(0, STRIDE), HeadRows(NOPE, STRIDE)),
     without_a_shared_part: (HeadRows(0, STRIDE), HeadRows(NOPE, STRIDE)),
     scaled_latent: (HeadRows(0, STRIDE), HeadRows(NOPE, STRIDE)),
+    weight_by_columns: (HeadRows(0, STRIDE), HeadRows(NOPE, STRIDE)),
+    weight_by_heads: (HeadRows(0, RANK * STRIDE), HeadRows(NOPE, RANK * STRIDE)),
+    einsum_with_a_view: (HeadRows(0, STRIDE), HeadRows(NOPE, STRIDE)),
+    parts_of_a_weight: (HeadRows(0, NOPE), HeadRows(HEADS * NOPE, VALUE)),
+    flat_rows: (HeadRows(0, STRIDE), HeadRows(NOPE, STRIDE)),
+    heads_behind: (HeadRows(0, 1, HEADS), HeadRows(NOPE * HEADS, 1, HEADS)),
 }
 
 
@@ -132,6 +174,61 @@ class WrittenOut(Latent):
 def test_attention_that_is_written_out() -> None:
     (spec,) = assert_ragged_equals_alone(WrittenOut(concatenated), optional=LATENTS).specs
     assert isinstance(spec, LatentSpec) and spec.scale == 0.25
+
+
+@pytest.mark.parametrize("written", [Latent, WrittenOut], ids=["sdpa", "softmax"])
+def test_a_bias_of_values_goes_to_the_output_and_one_of_keys_has_no_effect(written: type[Latent]) -> None:
+    found = assert_ragged_equals_alone(written(concatenated, bias=True), optional=LATENTS)
+    assert isinstance(found.specs[0], LatentSpec) and "heads in order, with a bias" in found.layers[0].proof
+
+
+class Padded(Latent):
+    """Queries, keys and values are made wider for a kernel, and the output is cut."""
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        query, keys, values = (F.pad(each, (0, 16 - each.shape[-1])) for each in (query, keys, values))
+        return super().attend(query, keys, values)[..., :VALUE]
+
+
+def test_zeros_are_not_kept() -> None:
+    (spec,) = assert_ragged_equals_alone(Padded(concatenated), optional=LATENTS).specs
+    assert isinstance(spec, LatentSpec) and (spec.key_dim, spec.rotated, spec.value_dim) == (NOPE, SHARED, VALUE)
+
+
+class Absorbed(Latent):
+    """Queries and outputs are mapped by the model; `join` makes keys of latent and shared part [1, 1, T, ..]."""
+
+    def __init__(self, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(concatenated)
+        self.join = join
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        weight = self.kv_b.weight.view(HEADS, NOPE + VALUE, -1)
+        latent, shared = self.rows
+        query = self.join(query[..., :NOPE] @ weight[:, :NOPE], query[..., NOPE:])
+        keys, values = (each.expand(-1, HEADS, -1, -1) for each in (self.join(latent, shared), latent))
+        return super().attend(query, keys, values) @ weight[:, NOPE:].mT
+
+
+def kept_for_later(self: Latent, latent: Tensor, shared: Tensor) -> KeysAndValues:
+    self.rows = latent[:, None], shared
+    return latent, latent
+
+
+@pytest.mark.parametrize("shared_first", [False, True], ids=["latent first", "shared part first"])
+def test_a_model_that_absorbs_by_itself_keeps_one_row(shared_first: bool) -> None:
+    model = Absorbed(lambda latent, shared: torch.cat((shared, latent) if shared_first else (latent, shared), -1))
+    model.expand = kept_for_later
+    found = assert_ragged_equals_alone(model, optional=LATENTS)
+    (spec,) = found.specs
+    assert isinstance(spec, LatentSpec) and (spec.keys, spec.values) == (None, None) and spec.kv_elements == RANK + SHARED
+    assert spec.rotated_first == shared_first and "the values are 12 of a token's key + 4 that all heads share" in found.layers[0].proof
+
+
+def test_a_key_that_holds_its_value_in_another_order_stays_plain() -> None:
+    model = Absorbed(lambda latent, shared: torch.cat((latent[..., 6:], latent[..., :6], shared), -1))
+    model.expand = kept_for_later
+    stays_plain(assert_ragged_equals_alone(model, optional=LATENTS), "its keys and values hold the same row in another order")
 
 
 def scaled_keys(self: Latent, latent: Tensor, shared: Tensor) -> KeysAndValues:
@@ -189,8 +286,16 @@ def test_what_only_looks_like_it_stays_plain_and_says_why(expand: Callable[..., 
     stays_plain(assert_ragged_equals_alone(Latent(expand), optional=LATENTS), LOOK_ALIKES[expand])
 
 
-def test_a_bias_stays_plain() -> None:
-    stays_plain(assert_ragged_equals_alone(Latent(concatenated, bias=True), optional=LATENTS), "its keys or values have a bias")
+def two_latents(self: Latent, latent: Tensor, shared: Tensor) -> KeysAndValues:
+    parts = [F.linear(each, self.k_b.weight[:, :4]).unflatten(-1, (2, 16)).transpose(1, 2) for each in (latent[..., :4], latent[..., 4:8])]
+    keys, values = torch.cat(parts, 1).split([10, VALUE], -1)
+    return torch.cat((keys, shared.expand(-1, HEADS, -1, -1)[..., :2]), -1), values
+
+
+def test_two_latents_stay_plain() -> None:
+    stays_plain(
+        assert_ragged_equals_alone(Latent(two_latents), optional=LATENTS), "its values are made of 2 rows of 4 and 4 values, not of one"
+    )
 
 
 def test_a_wide_row_is_no_latent() -> None:
