@@ -20,7 +20,7 @@ from paged_attn.attn_ops.specs.latent import HeadRows
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
 from paged_attn.passes.find.latent import LatentFinder, LatentSite
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import shape_at, shape_of, value_of
+from paged_attn.passes.fx.graph_tools import is_written, shape_at, shape_of, value_of
 from paged_attn.passes.fx.row_layout import MISFITS, with_tokens
 from paged_attn.passes.fx.slicing import ancestors, evaluate_all, operation_limit
 from paged_attn.passes.prove.attention import AttentionProof
@@ -110,6 +110,8 @@ class LatentProver:
         if besides := _besides(site, proof):
             return f"its {', '.join(besides)}"
         probe = _Probe(site, found, self.form)
+        if probe.is_written_later():
+            return "its row is written in place after keys or values were made of it"
         key = probe.key()
         if key not in self._proved:
             self._proved[key] = _proved(probe)
@@ -162,6 +164,12 @@ class _Probe:
         self.columns = torch.tensor([0, min(1, found.rank - 1), found.rank // 2, found.rank - 1, 0])  # of the latent, one for each token
         self.nodes = ancestors([site.key, site.value], site.node, frozenset([found.latent, *self.owned, *self.rows]), through_shapes=False)
         self.heads = int(shape_of(site.key)[1])
+
+    def is_written_later(self) -> bool:
+        """Whether the op would read other rows than the products did."""
+        given = {self.found.latent, *self.rows}
+        first = min((node for node in self.nodes if not given.isdisjoint(node.all_input_nodes)), default=self.site.node)
+        return is_written(given, first, self.site.node)
 
     def key(self) -> Hashable:
         """Equal for sites whose keys and values are made in the same way."""

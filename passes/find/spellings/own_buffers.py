@@ -1,6 +1,6 @@
 """Takes keys and values directly that a module writes into a buffer of its own and reads back.
 
-Before: cache[:1, 0:T] = k; keys = cache[:1, :T], as reference code of Llama and DeepSeek has it
+Before: cache[:1, 0:T] = k, or cache.narrow(1, 0, T).copy_(k); keys = cache[:1, :T], as reference code of Llama and DeepSeek has it
 After:  keys = k; the buffer is neither written nor read, so that its size is no limit for a step of many requests
 Leaves alone: buffers that are read as a whole, before they are written, or at other indices than those that were written last.
 """
@@ -8,12 +8,14 @@ Leaves alone: buffers that are read as a whole, before they are written, or at o
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import (
+    arguments_of,
     call_with_value,
     is_written,
     name_of,
@@ -25,6 +27,23 @@ from paged_attn.passes.fx.graph_tools import (
     writers_of,
 )
 
+_Part = tuple[tuple[Any, Any], ...]  # (first, behind the last) in each dim
+
+
+@dataclass
+class _Uses:
+    """All that is done with one buffer.
+
+    Attributes:
+        nodes: everything that can go when nothing reads the buffer.
+        writes: (node, part, value), in order.
+        reads: the nodes that show a part to others.
+    """
+
+    nodes: set[fx.Node] = field(default_factory=set)
+    writes: list[tuple[fx.Node, _Part, fx.Node]] = field(default_factory=list)
+    reads: dict[fx.Node, _Part] = field(default_factory=dict)
+
 
 def take_written_values(graph: fx.Graph, form: CallForm) -> None:
     """Rewrites every such buffer of the model in place."""
@@ -32,62 +51,57 @@ def take_written_values(graph: fx.Graph, form: CallForm) -> None:
         if buffer.op != "placeholder" or form.roles[buffer] != "owned":
             continue
         uses = _uses(buffer)
-        taken = _values_of_reads(uses)
-        if taken is None or not set(writers) <= set(uses):  # what was read is a view, and may be written, too
+        if uses is None or set(writers) != {node for node, *_ in uses.writes} or not _reads_what_was_written_last(uses):
             continue
-        for read, value in taken.items():
-            with graph.inserting_before(read):
-                read.replace_all_uses_with(_as_read(value, read))
-        for node in sorted(uses, reverse=True):
-            if not node.users:
-                graph.erase_node(node)
+        write, _, value = uses.writes[-1]
+        for read in uses.reads:
+            with graph.inserting_before(write.next):
+                taken = _as_read(value, read)
+            for user in [user for user in read.users if user not in uses.nodes]:
+                user.replace_input_with(read, taken)
+        for node in sorted(uses.nodes, reverse=True):
+            graph.erase_node(node)
 
 
-def _uses(buffer: fx.Node) -> list[fx.Node]:
-    """All that reads or writes a buffer, also under another name: `cache.to(x)` of the same dtype and device is the cache itself."""
-    found: list[fx.Node] = []
-    pending = [buffer]
+def _uses(buffer: fx.Node) -> _Uses | None:
+    """None if something else is done with the buffer than writing and reading parts."""
+    uses, pending = _Uses(), [buffer]
     while pending:
         node = pending.pop()
         for user in node.users:
-            found.append(user)
+            uses.nodes.add(user)
             if name_of(user) == "to" and sizes_of(user) == sizes_of(buffer) and storages_of([user]) == storages_of([buffer]):
-                pending.append(user)
-    return sorted(set(found))
+                pending.append(user)  # cache.to(x) of the same dtype and device is the cache itself
+                continue
+            part = _part_of(user)
+            if part is None or user.args[0] is not node:
+                return None
+            if user.target is operator.setitem:
+                uses.writes.append((user, part, user.args[2]))  # type: ignore[arg-type]  # checked below
+                continue
+            copies = [each for each in user.users if name_of(each) == "copy_" and each.args[0] is user and not each.users]
+            uses.nodes.update(copies)
+            uses.writes += [(each, part, each.args[1]) for each in copies]  # type: ignore[misc]
+            if len(copies) < len(user.users):
+                uses.reads[user] = part
+    uses.writes.sort(key=lambda write: write[0])
+    return uses if all(isinstance(value, fx.Node) for *_, value in uses.writes) else None
 
 
-def _values_of_reads(uses: list[fx.Node]) -> dict[fx.Node, fx.Node] | None:
-    """The value that each read returns; None if a use is neither a read nor a write of the same part of the buffer."""
-    taken: dict[fx.Node, fx.Node] = {}
-    last: fx.Node | None = None
-    for node in uses:
-        if name_of(node) == "to":
-            continue
-        if node.target is operator.setitem and isinstance(node.args[2], fx.Node) and not taken:  # what was read before would change
-            last = node
-        elif node.target is operator.getitem and last is not None and _fits(node, last):
-            assert isinstance(last.args[2], fx.Node)
-            taken[node] = last.args[2]
-        else:
+def _part_of(node: fx.Node) -> _Part | None:
+    """Which part of its first argument a node reads or writes; None if that is not a slice in each dim."""
+    sizes = sizes_of(node.args[0]) if node.args else ()
+    if node.target in (operator.getitem, operator.setitem):
+        index: Any = node.args[1]
+        slices = list(index) if isinstance(index, tuple) else [index]
+    elif name_of(node) == "narrow":
+        given = arguments_of(node, ("input", "dim", "start", "length"))
+        dim, start, length = (given[name] for name in ("dim", "start", "length"))
+        if start != 0 or not isinstance(dim, int):
             return None
-    return taken
-
-
-def _fits(read: fx.Node, write: fx.Node) -> bool:
-    buffer, value = read.args[0], write.args[2]
-    assert isinstance(value, fx.Node)
-    parts = [_part(node.args[1], sizes_of(node.args[0])) for node in (read, write)]
-    sizes, given = sizes_of(read), sizes_of(value)
-    same = (
-        None not in parts and parts[0] == parts[1] and given[-len(sizes) :] == sizes[len(sizes) - len(given) :] and len(given) <= len(sizes)
-    )
-    alike = value_of(value).device == value_of(buffer).device and all(size == 1 for size in sizes[: len(sizes) - len(given)])
-    return same and alike and not is_written({value}, write, read)
-
-
-def _part(index: Any, sizes: tuple[Any, ...]) -> list[tuple[Any, Any]] | None:
-    """(first, behind the last) in each dim; None if an index is not a slice."""
-    slices = list(index) if isinstance(index, tuple) else [index]
+        slices = [slice(None)] * (dim % len(sizes)) + [slice(0, length)]
+    else:
+        return None
     if len(slices) > len(sizes) or not all(isinstance(each, slice) and each.step in (None, 1) for each in slices):
         return None
     slices += [slice(None)] * (len(sizes) - len(slices))
@@ -95,7 +109,29 @@ def _part(index: Any, sizes: tuple[Any, ...]) -> list[tuple[Any, Any]] | None:
     for each, size in zip(slices, sizes, strict=True):
         first, last = (symbol(value_of(end)) for end in (0 if each.start is None else each.start, size if each.stop is None else each.stop))
         found.append((first, size if isinstance(last, int) and last > size else last))
-    return found if all(not isinstance(end, int) or end >= 0 for part in found for end in part) else None
+    return tuple(found) if all(not isinstance(end, int) or end >= 0 for part in found for end in part) else None
+
+
+def _reads_what_was_written_last(uses: _Uses) -> bool:
+    if not uses.writes or not uses.reads:
+        return False
+    write, part, value = uses.writes[-1]
+    users = [user for read in uses.reads for user in read.users if user not in uses.nodes]
+    output = next(node for node in reversed(write.graph.nodes) if node.op == "output")
+    # A read is a view: it shows what is written until it is used. A written value is a copy: later changes of the value do not reach it.
+    return (
+        min(users) > write
+        and all(_fits(read, value) and uses.reads[read] == part for read in uses.reads)
+        and not is_written({value}, write, output)
+    )
+
+
+def _fits(read: fx.Node, value: fx.Node) -> bool:
+    sizes, given = sizes_of(read), sizes_of(value)
+    more = len(sizes) - len(given)
+    return (
+        more >= 0 and given == sizes[more:] and all(size == 1 for size in sizes[:more]) and value_of(value).device == value_of(read).device
+    )
 
 
 def _as_read(value: fx.Node, read: fx.Node) -> fx.Node:

@@ -265,7 +265,22 @@ def keys_of_something_else(self: Latent, latent: Tensor, shared: Tensor) -> Keys
     return torch.cat((keys, shared.expand(-1, HEADS, -1, -1)), -1), values
 
 
+def latent_changed_later(self: Latent, latent: Tensor, shared: Tensor) -> KeysAndValues:
+    result = concatenated(self, latent, shared)
+    latent.mul_(2.0)
+    return result
+
+
+def shared_part_changed_later(self: Latent, latent: Tensor, shared: Tensor) -> KeysAndValues:
+    shared = shared.clone()
+    result = concatenated(self, latent, shared)
+    shared.mul_(2.0)
+    return result
+
+
 LOOK_ALIKES = {
+    latent_changed_later: "its row is written in place after keys or values were made of it",
+    shared_part_changed_later: "its row is written in place after keys or values were made of it",
     scaled_keys: "its keys are not made of the 12 values",
     other_heads: "its values have their heads in another order",
     own_rotated_part: "is not one row per token",

@@ -23,6 +23,7 @@ class Cached(nn.Module):
         self.through = through
         self.register_buffer("keys", torch.zeros(2, ROWS, 2, 8))
         self.register_buffer("values", torch.zeros(2, ROWS, 2, 8))
+        self.register_buffer("one_row", torch.zeros(1, ROWS, 2, 8))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         keys, values = self.through(self, key.transpose(1, 2), value.transpose(1, 2), key.shape[2])
@@ -54,12 +55,36 @@ def written_twice(self: Cached, k: Tensor, v: Tensor, length: int) -> tuple[Tens
     return self.keys[:1, :length], v
 
 
-@pytest.mark.parametrize("through", [slices, moved_first, one_dim_less, written_twice], ids=lambda through: through.__name__)
+def written_after_it_was_read(self: Cached, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """What was read is a view."""
+    self.keys[:1, :length] = v
+    old = self.keys[:1, :length]
+    self.keys[:1, :length] = k * 2
+    return self.keys[:1, :length], old
+
+
+def copied_in_place(self: Cached, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    self.keys[:1, :length].copy_(k)
+    values = self.values[0:1, :length]
+    values.copy_(v)
+    return self.keys[:1, :length], values
+
+
+def narrowed(self: Cached, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    part = self.one_row.narrow(1, 0, length)
+    part.copy_(k)
+    return part, v + self.one_row.narrow(1, 0, length)
+
+
+TAKEN = [slices, moved_first, one_dim_less, written_twice, written_after_it_was_read, copied_in_place, narrowed]
+
+
+@pytest.mark.parametrize("through", TAKEN, ids=lambda through: through.__name__)
 def test_steps_may_have_more_tokens_than_the_buffer_has_rows(through: Callable[..., tuple[Tensor, Tensor]]) -> None:
     toy = Toy(Cached(through))
     found = assert_ragged_equals_alone(toy, lengths=(50, 40, 60))
     assert found.gm is not None and not called(found.gm.graph, "setitem")
-    assert toy.attend.keys.abs().sum() > 0, "the model's own calls still write"
+    assert any(buffer.abs().sum() > 0 for buffer in toy.attend.buffers()), "the model's own calls still write"
 
 
 def scaled_behind(self: Cached, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -69,18 +94,17 @@ def scaled_behind(self: Cached, k: Tensor, v: Tensor, length: int) -> tuple[Tens
     return self.keys[:1, :length], v
 
 
+def changed_once_read(self: Cached, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    self.keys[:1, :length] = k
+    keys = self.keys[:1, :length]
+    k.mul_(3.0)
+    return keys, v
+
+
 def other_rows(self: Cached, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Another row of the buffer is read than was written."""
     self.keys[:1, :length] = k
     return self.keys[1:2, :length] + k, v
-
-
-def written_after_it_was_read(self: Cached, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """What was read is a view."""
-    self.keys[:1, :length] = v
-    old = self.keys[:1, :length]
-    self.keys[:1, :length] = k * 2
-    return self.keys[:1, :length], old
 
 
 def changed_after_it_was_read(self: Cached, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -90,7 +114,7 @@ def changed_after_it_was_read(self: Cached, k: Tensor, v: Tensor, length: int) -
     return keys, v + k
 
 
-LEFT_ALONE = [scaled_behind, other_rows, written_after_it_was_read, changed_after_it_was_read]
+LEFT_ALONE = [scaled_behind, changed_once_read, other_rows, changed_after_it_was_read]
 
 
 @pytest.mark.parametrize("through", LEFT_ALONE, ids=lambda through: through.__name__)
