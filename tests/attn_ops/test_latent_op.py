@@ -40,6 +40,16 @@ def test_opcheck() -> None:
         torch.library.opcheck(LATENT_ATTENTION, (*operands(), 0), test_utils=UTILITIES)
 
 
+def test_a_bias_of_values_is_added_to_every_output() -> None:
+    results = []
+    for bias in (None, torch.arange(6.0).view(2, 3)):
+        with ForwardContext(batch_of(), KVPool([SPEC], 3, 4, torch.float32), TorchNativeBackend()):
+            given = operands()
+            LATENT_ATTENTION(*given, 0, bias)
+            results.append(given[-1])
+    assert torch.equal(results[1], results[0] + torch.arange(6.0).view(2, 3))
+
+
 def test_it_splits_graphs_and_may_be_captured() -> None:
     (kind,) = (kind for kind in KINDS if kind.op is LATENT_ATTENTION)
     assert LATENT_ATTENTION in split_ops() and kind.in_full_graphs and kind.on_disk

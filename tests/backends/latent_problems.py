@@ -73,6 +73,27 @@ class Case:
         self.pool.key(LAYER)[slots // self.batch.page_size, slots % self.batch.page_size] = float("nan")
         assert torch.equal(self.pool.storage.nan_to_num(7.0), before.nan_to_num(7.0)), "nothing else is written"
 
+    def assert_right_with_maps_of_the_model(self, backend: AttentionBackend) -> None:
+        """The same numbers if queries and outputs are mapped outside the op, which gets no weights."""
+        spec, heads = self.spec, self.spec.num_q_heads
+        assert spec.keys is not None and spec.values is not None
+        plain, rotated = spec.split(self.query)
+        mapped = torch.einsum("thd,hdr->thr", plain, spec.keys.of(self.weight, heads, spec.key_dim))
+        query = torch.cat((rotated, mapped) if spec.rotated_first else (mapped, rotated), -1)
+        own = replace(spec, keys=None, values=None, key_dim=spec.rank, value_dim=spec.rank)
+        layers = [own if layer is spec else layer for layer in self.pool.layers]
+        pool = KVPool(layers, self.pool.num_pages, self.pool.page_size, self.pool.dtype, self.pool.device)
+        pool.storage.copy_(self.pool.storage)
+        shared, output = (
+            self.rows[:, spec.rank :] if spec.rotated else None,
+            query.new_full((self.batch.num_rows, heads, spec.rank), float("nan")),
+        )
+        with ForwardContext(self.batch, pool, backend):
+            LATENT_ATTENTION(query, self.rows[:, : spec.rank], shared, None, None, output, LAYER)
+        count = self.batch.num_tokens
+        result = torch.einsum("thr,hdr->thd", output[:count].double(), spec.values.of(self.weight, heads, spec.value_dim).double())
+        assert not output[count:].any() and float((result - self.expected).abs().max() / self.expected.abs().max()) < 1e-5
+
     def to(self, device: torch.device | str) -> Case:
         """The same case on a device, with a pool of its own; what is expected stays where it is."""
         pool = KVPool(self.pool.layers, self.pool.num_pages, self.pool.page_size, self.pool.dtype, device)

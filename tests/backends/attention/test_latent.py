@@ -40,6 +40,12 @@ def test_the_reference(monkeypatch: pytest.MonkeyPatch, lengths: str) -> None:
     make("512 + 64", STEPS[lengths], 4).assert_right(ReferenceBackend())
 
 
+@pytest.mark.parametrize("backend", [TorchNativeBackend(), ReferenceBackend()])
+@pytest.mark.parametrize(("kind", "lengths"), zip(SPECS, ("prompts", "decode", "mixed"), strict=True))
+def test_queries_that_the_model_maps_itself(kind: str, lengths: str, backend: AttentionBackend) -> None:
+    make(kind, STEPS[lengths], 4).assert_right_with_maps_of_the_model(backend)
+
+
 @pytest.mark.parametrize("backend", [TorchNativeBackend(), ReferenceBackend(), hybrid_of(TorchNativeBackend(), ReferenceBackend())])
 def test_a_step_is_dealt_out(monkeypatch: pytest.MonkeyPatch, backend: AttentionBackend) -> None:
     """Some requests one way and some the other, in one step."""

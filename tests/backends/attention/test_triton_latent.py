@@ -36,6 +36,11 @@ def test_every_kind_in_every_step(kind: str, lengths: str) -> None:
     make(kind, STEPS[lengths], 4).assert_right(TRITON)
 
 
+@pytest.mark.parametrize(("kind", "lengths"), zip(SPECS, ("mixed", "chunks", "decode"), strict=True))
+def test_queries_that_the_model_maps_itself(kind: str, lengths: str) -> None:
+    make(kind, STEPS[lengths], 4).assert_right_with_maps_of_the_model(TRITON)
+
+
 @pytest.mark.parametrize("lengths", STEPS)
 def test_deterministic_cuts_give_the_same_numbers(lengths: str) -> None:
     make("rotated first", STEPS[lengths], 4).assert_right(DETERMINISTIC)
