@@ -2,11 +2,15 @@
 
 The rewritten graph is run twice on random rows. The second time half of the tokens, including the first and the last, are replaced, along
 with the ops' results for them, and one of them is at a far position. The other half's inputs to ops and logits must not change.
+
+Where the graph holds a number that may be a distance between tokens it runs on more tokens than that, too. The products with weights are
+then drawn at random, anew for each row that changed, since computing them would take too long.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -21,14 +25,16 @@ from paged_attn.attn_ops.ops.module import MODULE, MODULE_ON_ALL_TOKENS
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS, REQUEST_LENGTHS
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import as_traced, call, written_values
+from paged_attn.passes.fx.graph_tools import LINEARS, as_traced, call, depends_on, size_at, value_of, written_values
 from paged_attn.passes.fx.slicing import attribute_of
 from paged_attn.passes.fx.token_data import read_inputs, token_axis
+from paged_attn.passes.positions.distances import distances
 
 logger = logging.getLogger("paged_attn")
 
 FEWEST, TOKENS, MOST_TOKENS = 7, 37, 601
 WORK = {"cpu": 1 << 31, "cuda": 1 << 43}  # multiplications in each of the two runs
+FARTHEST, NUMBERS = 16384, 1 << 33  # distances that are looked for; numbers that are computed or drawn in each of the two runs
 MOVED = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative to the largest value: rows may round differently where experts are added up
 MOVED_16_BIT = 2e-2
 FAR = (
@@ -74,13 +80,15 @@ def check_independent_rows(graph: fx.Graph, form: CallForm, values: Values, long
     """
     plain = {node: dict.__getitem__(values, node) for node in graph.nodes if node.op == "placeholder"}  # not recorded as read by a proof
     seen, failed = list[int](), dict[int, fx.Node | None]()
-    looked_at = 0
-    for tokens in _lengths(graph, form, plain, longest):
+    looked_at, lengths = 0, _lengths(graph, form, plain, longest)
+    far = _far_lengths(graph, form, plain, longest, max(lengths, default=0))
+    for tokens in (*far, *lengths):
+        drawn = tokens in far
         for position in ((longest or 4 * tokens) - 1, 0) if tokens > FEWEST or not seen else ():
-            run = _Run(graph, form, plain, tokens, position)
+            run = _Run(graph, form, plain, tokens, position, drawn)
             try:
                 if (moved := run.mixed_end()) is not None:
-                    raise run.refusal(moved, position > 0 and _Run(graph, form, plain, tokens, 0).mixed_end() is None)
+                    raise run.refusal(moved, position > 0 and _Run(graph, form, plain, tokens, 0, drawn).mixed_end() is None)
             except UnsupportedError:
                 raise
             except MODEL_ERRORS as error:  # including too little memory for so many tokens
@@ -131,7 +139,7 @@ def _lengths(graph: fx.Graph, form: CallForm, values: Values, longest: int | Non
     """The numbers of tokens to try: many, since a part may combine tokens that are far apart; fewer, which exposes a limited capacity; and
     very few, for models with few positions. None of them equals another size of the model. Ranks that add up rows must all use the same
     numbers, so these do not depend on the sizes of their shards."""
-    known = [limit for limit in (form.max_tokens, longest and longest - 2) if limit]
+    known = _limits(form, longest)
     if any("_c10d_functional" in str(node.target) for node in graph.nodes):
         return [count for count in dict.fromkeys(min([count, *known]) for count in (TOKENS, FEWEST)) if count > 2]
     tensors = [value for value in values.values() if isinstance(value, Tensor)]
@@ -143,11 +151,38 @@ def _lengths(graph: fx.Graph, form: CallForm, values: Values, longest: int | Non
     return [count for count in dict.fromkeys(found) if count > 2]
 
 
-class _Run:
-    """Runs the graph with both sets of tokens side by side."""
+def _limits(form: CallForm, longest: int | None) -> list[int]:
+    return [limit for limit in (form.max_tokens, longest and longest - 2) if limit]
 
-    def __init__(self, graph: fx.Graph, form: CallForm, values: Values, tokens: int, position: int) -> None:
-        self.graph, self.form, self.values, self.tokens, self.position = graph, form, values, tokens, position
+
+def _far_lengths(graph: fx.Graph, form: CallForm, values: Values, longest: int | None, tried: int) -> list[int]:
+    """More tokens than the largest number of the graph that may be a distance, if calls of `tried` tokens do not show it."""
+    if any("_c10d_functional" in str(node.target) for node in graph.nodes):
+        return []
+    sizes = {size for value in values.values() if isinstance(value, Tensor) for size in value.shape}
+    most = min([FARTHEST, *(limit - TOKENS for limit in _limits(form, longest))])
+    found = distances(graph, form, sizes, tried - TOKENS, most)
+    counts = [next(count for count in range(number + TOKENS, number + 2 * TOKENS + len(sizes)) if count not in sizes) for number in found]
+    row = sum(_numel(node, form, 2) - _numel(node, form, 1) for node in graph.nodes)
+    few = [count for count in counts if count * row <= NUMBERS]
+    if len(few) < len(counts):
+        logger.info("%d tokens are too many to see whether rows so far apart are mixed", counts[-1])
+    return few[-1:]
+
+
+def _numel(node: fx.Node, form: CallForm, tokens: int) -> int:
+    value = value_of(node)
+    sizes = value.shape if isinstance(value, Tensor) else ()
+    if not any(depends_on(size, form.num_tokens) for size in sizes):
+        return 0
+    return math.prod(size_at(size, form.num_tokens, tokens) for size in sizes)
+
+
+class _Run:
+    """Runs the graph with both sets of tokens side by side; with `drawn`, products with weights are drawn at random."""
+
+    def __init__(self, graph: fx.Graph, form: CallForm, values: Values, tokens: int, position: int, drawn: bool = False) -> None:
+        self.graph, self.form, self.values, self.tokens, self.position, self.drawn = graph, form, values, tokens, position, drawn
         self.looked_at = 0
         self.at: fx.Node | None = None  # what it computes
         self.changes = torch.rand(tokens, generator=torch.Generator().manual_seed(31)) < 0.5
@@ -229,6 +264,9 @@ class _Run:
                 self._fill(known[target], generator)
             known[node] = _Values(None, None)
             return
+        if self.drawn and node.target in LINEARS and (drawn := self._product(node, known, generator)) is not None:
+            known[node] = drawn
+            return
         results = []
         for side in (0, 1):
             given = {source: known[source][side] for source in node.all_input_nodes}
@@ -236,6 +274,20 @@ class _Run:
             with torch.random.fork_rng(devices=[]):
                 results.append(call(node, args, kwargs))
         known[node] = _Values(*results)
+
+    def _product(self, node: fx.Node, known: dict[fx.Node, _Values], generator: torch.Generator) -> _Values | None:
+        """Random rows in place of a product with a weight; other ones for the rows of x that changed. None if x has no row per token."""
+        x, weight = node.args[:2]
+        if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node) or weight.op not in ("placeholder", "get_attr"):
+            return None
+        one, other = known[x]
+        axis = self._axis(x, one)
+        if axis is None or axis == one.dim() - 1:
+            return None
+        shape = (*one.shape[:-1], len(known[weight].kept))
+        kept, fresh = (torch.randn(shape, generator=generator).to(one.device, one.dtype) for _ in range(2))
+        moved = ((one != other) & ~((one != one) & (other != other))).any(-1, keepdim=True)
+        return _Values(kept, torch.where(moved, fresh, kept))
 
     def _placeholder(self, node: fx.Node, generator: torch.Generator) -> _Values:
         role, value = self.form.roles.get(node, ""), self.values[node]

@@ -46,6 +46,11 @@ def written(q: Tensor, pos: Tensor) -> Tensor:
     return q
 
 
+def looked_up(q: Tensor, pos: Tensor) -> Tensor:
+    before = torch.arange(q.shape[2]) - 1500
+    return q + torch.where((before >= 0)[:, None], q[:, :, before.clamp(min=0)], 0.0)
+
+
 def by_the_farthest(q: Tensor, pos: Tensor) -> Tensor:
     return q / (pos.max() + 1).clamp(min=100)
 
@@ -53,6 +58,9 @@ def by_the_farthest(q: Tensor, pos: Tensor) -> Tensor:
 MIXED: dict[str, Change] = {
     "the row before": shifted,
     "a row far before": lambda q, pos: q + F.pad(q, (0, 0, 300, 0))[:, :, : q.shape[2]],
+    "a row farther before": lambda q, pos: q + F.pad(q, (0, 0, 3000, 0))[:, :, : q.shape[2]],
+    "a row at a counted number": looked_up,
+    "a dilated convolution": lambda q, pos: F.conv2d(F.pad(q, (0, 0, 1800, 0)), TAPS, groups=4, dilation=(900, 1)),
     "a convolution": convolved,
     "a sum": lambda q, pos: q.cumsum(2),
     "the largest so far": lambda q, pos: q.cummax(2).values,
