@@ -11,6 +11,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.kinds import WITH_STATE
 from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
+from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 from paged_attn.passes.find.attention import find_attention
 from paged_attn.passes.find.attention_site import AttentionSite
 from paged_attn.passes.fx.call_form import CallNotPaged
@@ -33,6 +34,7 @@ from paged_attn.passes.prove.attention import AttentionProof, Prover, refuse_imp
 from paged_attn.passes.prove.dual_chunk import DualChunkProof
 from paged_attn.passes.prove.latent import LatentProof, LatentProver
 from paged_attn.passes.prove.score_subgraph import Recomputable
+from paged_attn.passes.recompute.program import Program
 from paged_attn.passes.replace_layers import pool_dtype, replace_layers
 from paged_attn.passes.report import Facts, GraphPass
 
@@ -95,6 +97,7 @@ def _positions(graph: fx.Graph, facts: Facts) -> str:
     result = facts.result
     result.positions_redirected, longest = use_own_positions(graph, facts.form, facts.values, max_positions(facts.model))
     limits = [longest, *(proof.max_tokens for proof in facts.proofs if isinstance(proof, AttentionProof))]
+    limits += [spec.program.max_tokens for spec in result.specs if isinstance(spec, RecomputeSpec) and isinstance(spec.program, Program)]
     result.max_positions = min((limit for limit in limits if limit is not None), default=None)
     remove_dead_code(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]

@@ -5,13 +5,19 @@ A module that runs unchanged has no graph in which they would show.
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Iterator
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 MOST = 8  # numbers of a module
 CROWD, LATEST = 257, 2304  # tokens that exceed most capacities; numbers that are looked for in code
+STEP = 256  # lengths at which models are trained are multiples of it, and bases of frequencies are not
+_DEPTH, _FEW = 3, 64  # objects within objects; entries of a dict or list, and elements of a tensor, that are read
+_KNOWN = {"torch", "transformers", "numpy", "einops", *sys.stdlib_module_names}  # packages whose code holds no number of a model
+_OF_ANY_MODULE = set(vars(nn.Module()))
 
 
 def crowd_of(module: nn.Module) -> int:
@@ -20,41 +26,135 @@ def crowd_of(module: nn.Module) -> int:
 
 
 def numbers_in_code(module: nn.Module, least: int, most: int) -> list[int]:
-    """The whole numbers between these two, both included, in the code of a module and of those inside it, and in their plain attributes and
-    those of their configs that the code names. Sizes of weights are left out; at most MOST, the smallest ones."""
+    """The whole numbers between these two, both included, in the code of a module and of those inside it, and in what it names: plain
+    attributes, those of their configs and classes, globals, defaults, closures, and small tensors and objects among these. Sizes of weights
+    are left out; at most MOST, the smallest ones."""
+    return sorted(number for number in _whole_numbers(module) if least <= number <= most)[:MOST]
+
+
+def first_unproved_length(module: nn.Module) -> int | None:
+    """The smallest such number beyond LATEST that looks like a length: on so many tokens a module that runs unchanged is not tried."""
+    return min((number for number in _whole_numbers(module) if number > LATEST and number % STEP == 0), default=None)
+
+
+def _whole_numbers(module: nn.Module) -> set[int]:
     sizes = {size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape}
     found = set[float]()
     for part in module.modules():
-        functions = [*_functions(type(part)), *(each for each in vars(part).values() if isinstance(each, types.FunctionType))]
-        codes = [code for function in functions for code in _codes(function, set())]
-        names = {name for code in codes for name in code.co_names}
-        found.update(number for code in codes for number in code.co_consts if _is_number(number))
-        for holder in (part, getattr(part, "config", None)):
-            found.update(number for name, number in getattr(holder, "__dict__", {}).items() if name in names and _is_number(number))
-    whole = {int(number) for number in found if number == int(number) and least <= number <= most}
-    return sorted(whole - sizes)[:MOST]
+        reached, named = _Reached(), -1
+        while named < len(reached.names):  # a function among its attributes may name others
+            named = len(reached.names)
+            reached.seen.clear()
+            for function in (*_functions(type(part)), *(each for each in vars(part).values() if isinstance(each, types.FunctionType))):
+                reached.add_function(function)
+            reached.add_attributes(part, 0)
+            reached.add_attributes(getattr(part, "config", None), 0)
+        found |= reached.numbers
+    return {int(number) for number in found if number == int(number)} - sizes
+
+
+class _Reached:
+    """The numbers that some functions hold or name."""
+
+    def __init__(self) -> None:
+        self.numbers, self.names = set[float](), set[str]()
+        self.seen = set[int]()
+
+    def add_function(self, function: types.FunctionType) -> None:
+        """Its constants, and what it and the functions inside it name."""
+        if id(function) in self.seen:
+            return
+        self.seen.add(id(function))
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.add(value, 0)
+        for cell in function.__closure__ or ():
+            try:
+                self.add(cell.cell_contents, 0)
+            except ValueError:  # not filled in yet
+                continue
+        pending = [function.__code__]
+        while pending:
+            code = pending.pop()
+            pending += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+            self.names.update(code.co_names)
+            self.add(code.co_consts, 0)
+            for name in code.co_names:
+                self._add_global(function, function.__globals__.get(name))
+
+    def _add_global(self, function: types.FunctionType, value: Any) -> None:
+        """Functions of other packages hold numbers of their own; those of this one, and of the model's files, are read."""
+        if isinstance(value, types.ModuleType):
+            if _package(value.__name__) not in _KNOWN:
+                for name in self.names & vars(value).keys():
+                    self._add_global(function, vars(value)[name])
+        elif isinstance(value, (types.FunctionType, type)):
+            if value.__module__ == function.__module__ or _package(value.__module__) not in _KNOWN:
+                self.add(value, 0)
+        else:
+            self.add(value, 0)
+
+    def add(self, value: Any, depth: int) -> None:
+        """A value that code names: a number, or what holds some."""
+        if _is_number(value):
+            self.numbers.add(value)
+        elif type(value) in (Tensor, nn.Parameter):
+            if 0 < value.numel() <= _FEW and not value.is_meta and not value.is_complex():
+                self.numbers.update(float(number) for number in value.detach().flatten().tolist() if abs(number) < 1e9)
+        elif isinstance(value, (dict, list, tuple, set, frozenset)):
+            for each in list(value.values() if isinstance(value, dict) else value)[:_FEW] if depth < _DEPTH else ():
+                self.add(each, depth + 1)
+        elif isinstance(value, types.FunctionType):
+            self.add_function(value)
+        elif isinstance(value, types.MethodType):
+            self.add_function(value.__func__)  # type: ignore[arg-type]
+            self.add(value.__self__, depth + 1)
+        elif isinstance(value, type):
+            self._add_class(value, depth)
+        elif depth < _DEPTH and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, types.ModuleType)):
+            self._add_class(type(value), depth)
+            self.add_attributes(value, depth)
+
+    def _add_class(self, kind: type, depth: int) -> None:
+        if id(kind) in self.seen or _package(kind.__module__) in _KNOWN:
+            return
+        self.seen.add(id(kind))
+        for function in _functions(kind):
+            self.add_function(function)
+        self._add_named(vars(kind), depth)
+
+    def add_attributes(self, holder: Any, depth: int) -> None:
+        """Those of an object and of its classes that code names."""
+        if id(holder) in self.seen:
+            return
+        self.seen.add(id(holder))
+        for base in type(holder).__mro__ if isinstance(holder, nn.Module) else ():
+            if _package(base.__module__) != "torch":
+                self._add_named({name: value for name, value in vars(base).items() if _is_number(value)}, depth)
+        own = dict(getattr(holder, "__dict__", {}))
+        if isinstance(holder, nn.Module):
+            own = {name: value for name, value in own.items() if name not in _OF_ANY_MODULE}
+            own.update((*holder.named_parameters(recurse=False), *holder.named_buffers(recurse=False)))
+        self._add_named(own, depth)
+
+    def _add_named(self, values: Any, depth: int) -> None:
+        for name, value in list(values.items()):
+            if name in self.names:
+                self.add(value, depth + 1)
 
 
 def _is_number(value: object) -> bool:
     return type(value) in (int, float) and abs(value) < 1e9  # type: ignore[arg-type]
 
 
+def _package(module: str | None) -> str:
+    return (module or "").split(".")[0]
+
+
 def _functions(kind: type) -> Iterator[types.FunctionType]:
     """The methods of a class and of its bases, without those of torch."""
     for base in kind.__mro__:
         if base is not object and not base.__module__.startswith("torch."):
-            yield from (each for each in vars(base).values() if isinstance(each, types.FunctionType))
-
-
-def _codes(function: types.FunctionType, seen: set[types.FunctionType]) -> Iterator[types.CodeType]:
-    """The code of a function, of those inside it, and of those of its own Python module that it names."""
-    seen.add(function)
-    pending = [function.__code__]
-    while pending:
-        code = pending.pop()
-        yield code
-        pending += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-        for name in code.co_names:
-            other = function.__globals__.get(name)
-            if isinstance(other, types.FunctionType) and other.__module__ == function.__module__ and other not in seen:
-                yield from _codes(other, seen)
+            for each in vars(base).values():
+                inner = each.fget if isinstance(each, property) else getattr(each, "__func__", each)  # of a class or static method
+                if isinstance(inner, types.FunctionType):
+                    yield inner

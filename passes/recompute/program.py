@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
@@ -18,12 +18,11 @@ from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import argument_of, as_traced, depends_on, op_name, symbol, value_of, writes_in_place
 from paged_attn.passes.fx.slicing import operation_limit
 from paged_attn.passes.fx.token_data import counts_in_numbers
-from paged_attn.passes.recompute.code_numbers import numbers_in_code
+from paged_attn.passes.recompute.code_numbers import LATEST, first_unproved_length, numbers_in_code
 from paged_attn.passes.recompute.region import RecomputeRegion
 
 SHORT, MORE = 17, 12  # tokens of the shortest prefix; tokens added to the longest prefix
 LONG = (61, 130, 197, 261)  # further prefixes: numbers made from the number of tokens may begin to change there
-LATEST = 2304  # tokens of the longest prefix, if the code of a module that runs unchanged holds such a number
 RANKS = {"topk", "sort", "argsort", "kthvalue", "msort", "argmax", "argmin"}
 FEW = 5  # replaces the number of keys that a sparse attention chooses, if the probes have fewer tokens
 
@@ -48,6 +47,16 @@ class Program:
         given = [argument_of(node, 1, "k") for node in self.graph.nodes if op_name(node) == "topk"]
         counts = [count for k in given for count in (k.args if isinstance(k, fx.Node) else (k,)) if type(count) is int]
         return min(counts, default=None)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those that it runs unchanged."""
+        return [module_of(node.args[2]) for node in self.graph.nodes if node.target is MODULE_ON_ALL_TOKENS]
+
+    @property
+    def max_tokens(self) -> int | None:
+        """How many tokens it may be run on: their code may compute something else from the next on (LATEST in `code_numbers.py`)."""
+        return min((number - 1 for module in self.modules if (number := first_unproved_length(module)) is not None), default=None)
 
     def __call__(self, length: int, rows: Sequence[Tensor], owned: Sequence[Tensor]) -> Tensor:
         result: Tensor = self.module.forward(length, *rows, *owned)
@@ -151,8 +160,7 @@ def prove_causal(
         UnsupportedError: a later token changes an earlier row, or the program only runs on the traced number of tokens.
     """
     beginnings, most = [max(SHORT, form.min_tokens)], min([n - MORE for n in (form.max_tokens, longest) if n is not None], default=LATEST)
-    modules = [module_of(node.args[2]) for node in program.graph.nodes if node.target is MODULE_ON_ALL_TOKENS]
-    late = {number for module in modules for number in numbers_in_code(module, LONG[-1] + 1, LATEST)}
+    late = {number for module in program.modules for number in numbers_in_code(module, LONG[-1] + 1, LATEST)}
     beginnings += [count for count in (*LONG, *sorted(late)) if beginnings[0] < count <= most]
     total = beginnings[-1] + max(MORE, min(beginnings[-1] // 8, most - beginnings[-1]))
     ranks = any(op_name(node) in RANKS for node in program.graph.nodes)

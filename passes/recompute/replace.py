@@ -69,7 +69,13 @@ class RecomputeReplacer:
         program = make_program(region, self.form, self.values, order, where)
         if program.computes not in self._proved:
             owned = [self._tensor(node) for node in program.owned]
-            prove_causal(program, rows, owned, self.form, result.device, where, max_positions(self.model))
+            longest = max_positions(self.model)
+            prove_causal(program, rows, owned, self.form, result.device, where, longest)
+            if program.max_tokens is not None and (longest is None or program.max_tokens < longest):
+                logger.warning(
+                    "%s: requests end at %d tokens, as its code holds the number %d, and what it computes from so many tokens on is "
+                    "not tried", where, program.max_tokens, program.max_tokens + 1,
+                )  # fmt: skip
             self._proved[program.computes] = program
         spec = RecomputeSpec(
             num_q_heads=int(result.shape[1]),

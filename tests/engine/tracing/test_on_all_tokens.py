@@ -161,6 +161,31 @@ def test_a_later_token_that_changes_an_earlier_one_only_in_long_calls_is_seen() 
         LLM(Model(seen_late).eval(), num_pages=64)
 
 
+FROM = 700
+
+
+def otherwise_in_long_calls(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    return two_products(q, k, v, positions, mask) * (2 if k.shape[1] > FROM else 1)
+
+
+def test_a_length_that_code_of_its_own_names_is_tried() -> None:
+    with pytest.raises(UnsupportedError, match=r"layer at layers.0: a module that mixes .* a later token changes the result of an earlier"):
+        LLM(Model(otherwise_in_long_calls).eval(), num_pages=64)
+
+
+def by_the_length(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """Sharper in calls that are longer than those of its training."""
+    return two_products(q * torch.tensor(k.shape[1] / 4096).clamp(min=1), k, v, positions, mask)
+
+
+def test_requests_end_where_no_proof_can_try_what_code_names(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(by_the_length).eval()
+    model.positions = nn.Embedding(5000, WIDTH)
+    with caplog.at_level(logging.WARNING, "paged_attn"), LLM(model, num_pages=300) as llm:
+        assert llm.engine.limits.max_positions == 4095
+    assert "layers.1: a module that mixes tokens in a way of its own: requests end at 4095 tokens, as its code holds" in caplog.text
+
+
 def of_a_table(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
     """As the first, with keys by a table that ends at 64 positions."""
     return two_products(q, k + torch.linspace(-1, 1, 64 * WIDTH).view(64, WIDTH)[: k.shape[1]], v, positions, mask)
