@@ -25,7 +25,7 @@ from paged_attn.attn_ops.ops.module import MODULE, MODULE_ON_ALL_TOKENS
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS, REQUEST_LENGTHS
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import LINEARS, as_traced, call, depends_on, size_at, value_of, written_values
+from paged_attn.passes.fx.graph_tools import LINEARS, as_traced, call, symbol, value_of, written_values
 from paged_attn.passes.fx.slicing import attribute_of
 from paged_attn.passes.fx.token_data import read_inputs, token_axis
 from paged_attn.passes.positions.distances import distances
@@ -162,6 +162,8 @@ def _far_lengths(graph: fx.Graph, form: CallForm, values: Values, longest: int |
     sizes = {size for value in values.values() if isinstance(value, Tensor) for size in value.shape}
     most = min([FARTHEST, *(limit - TOKENS for limit in _limits(form, longest))])
     found = distances(graph, form, sizes, tried - TOKENS, most)
+    if not found:
+        return []
     counts = [next(count for count in range(number + TOKENS, number + 2 * TOKENS + len(sizes)) if count not in sizes) for number in found]
     row = sum(_numel(node, form, 2) - _numel(node, form, 1) for node in graph.nodes)
     few = [count for count in counts if count * row <= NUMBERS]
@@ -171,11 +173,13 @@ def _far_lengths(graph: fx.Graph, form: CallForm, values: Values, longest: int |
 
 
 def _numel(node: fx.Node, form: CallForm, tokens: int) -> int:
+    """The size of a value that grows with the tokens alone; 0 for any other, such as rows that the data choose."""
     value = value_of(node)
-    sizes = value.shape if isinstance(value, Tensor) else ()
-    if not any(depends_on(size, form.num_tokens) for size in sizes):
+    sizes = [symbol(size) for size in value.shape] if isinstance(value, Tensor) else []
+    free = {each for size in sizes if not isinstance(size, int) for each in size.free_symbols}
+    if free != {form.num_tokens}:
         return 0
-    return math.prod(size_at(size, form.num_tokens, tokens) for size in sizes)
+    return math.prod(size if isinstance(size, int) else int(size.subs(form.num_tokens, tokens)) for size in sizes)
 
 
 class _Run:
