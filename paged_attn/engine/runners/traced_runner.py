@@ -39,6 +39,7 @@ from paged_attn.engine.model.causality import (
 )
 from paged_attn.engine.model.model_output import TokenIds, check_output
 from paged_attn.engine.model.model_state import Difference
+from paged_attn.engine.model.own_generate import refuse_other_generate
 from paged_attn.engine.model.rows_of_logits import rows_of_logits
 from paged_attn.engine.runners.merged_weights import bind_merged
 from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_around
@@ -87,7 +88,7 @@ class TracedRunner:
     def __init__(
         self, model: nn.Module, options: CompileOptions, follow_generate: bool = False, probe: ProbeSettings | None = None
     ) -> None:
-        self.model, self.follow_generate = model, follow_generate
+        self.model, self.follow_generate, self.compares = model, follow_generate, options.self_check
         self.recurrent: tuple[RecurrentLayer, ...] = ()
         self.state_in_attributes = self.loops_on_all_tokens = False
         with ExitStack() as undo:
@@ -229,6 +230,8 @@ class TracedRunner:
         self.max_rows = self.compiled.rewrite.form.max_tokens  # longer rows were not seen by the trace
         self._traced = GraphInputs(self.compiled.roles, traced)
         self._check(again=False)
+        if self.compares and self.ranks is None and not isinstance(self.model, Body):
+            refuse_other_generate(self.model, self.token_ids.tried, self.follow_generate)
         self.compiled.changed_numbers(self._traced.all)  # from now on
 
     def _check(self, again: bool) -> None:
