@@ -86,3 +86,10 @@ def test_a_cache_by_another_name_is_not_compared(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, "paged_attn"):
         refuse_other_generate(model, VOCAB, False)
     assert f"takes {other}, and transformers' generate gives it {CACHE_NAME}: not compared" in caplog.text
+
+
+def test_a_model_in_16_bits_is_not_compared() -> None:
+    """Rounding alone may turn experts' choices, and no user should be refused for that."""
+    model = build_short("llama").to(torch.bfloat16)
+    model.model.layers[0].register_forward_pre_hook(shifted_within_a_call)
+    refuse_other_generate(model, VOCAB, False)
