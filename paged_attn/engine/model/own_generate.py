@@ -27,9 +27,9 @@ LEAST = 2e-3  # allowed at least: a recurrence rounds otherwise where it goes on
 def refuse_other_generate(model: nn.Module, num_ids: int, positions: bool) -> None:
     """Compare the logits of a few greedy steps of transformers' `generate` with those of one call of all its tokens.
 
-    Declines: a model in 16 bits, whose rounding moves an expert's choice or a long recurrence as far as a mistake would; one without it or
-    with a `generate` of its own, whose forward knows the cache by a name of another version of transformers (which then generates as if there
-    were none), or that generate cannot run.
+    Declines: a model in 16 bits, where rounding moves an expert's choice or a long recurrence as far as a mistake would; one without it or
+    with a `generate` of its own, whose forward knows the cache by a name of another version of transformers (which then generates as if
+    there were none), or that generate cannot run.
 
     Args:
         num_ids: token ids are drawn below that.
