@@ -80,17 +80,20 @@ KDA = define_op("kda" + _SCHEMA, _kda)
 
 
 # The same without the correction, as in lightning attention, retention and gated linear attention.
-def _linear_attention(query: Tensor, key: Tensor, value: Tensor, g: Tensor, output: Tensor, layer_id: int, state_id: int) -> None:
+def _linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, output: Tensor, before: bool, layer_id: int, state_id: int
+) -> None:
     """query, key [T, H, K]; value, output [T, H, V]; g (logarithms of decays) [T, H] or [T, H, K]; the state is [H, K, V].
 
-    Rows past the batch's real tokens are zeroed.
+    `before`: queries read the state before their token changes it. Rows past the batch's real tokens are zeroed.
     """
-    given = (query, key, value, g, output)
+    given = (query, key, value, g, output, before)
     run_scan("linear_attention", layer_id, state_id, linear_attention_extend, linear_attention_step, given, output)
 
 
 LINEAR_ATTENTION = define_op(
-    "linear_attention_with_output(Tensor query, Tensor key, Tensor value, Tensor g, Tensor(a!) output, int layer_id, int state_id) -> ()",
+    "linear_attention_with_output(Tensor query, Tensor key, Tensor value, Tensor g, Tensor(a!) output, bool before, "
+    "int layer_id, int state_id) -> ()",
     _linear_attention,
 )
 

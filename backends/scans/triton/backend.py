@@ -20,7 +20,7 @@ class TritonScans(ScansBackend):
         devices=frozenset({"cuda", "hip"}),
         dtypes=UP_TO_FLOAT32,
         requirements=(TRITON,),
-        note="prompts and decoding; prompts of a delta rule with over 256 keys, or decays by channel alone, are torch's",
+        note="prompts and decoding; torch's: prompts of a delta rule with over 256 keys, and of decays by channel alone",
     )
     ops = OPS
     compiles_ahead = True

@@ -30,9 +30,11 @@ def mamba2(
     return True
 
 
-def linear_attention(query: Tensor, key: Tensor, value: Tensor, g: Tensor, output: Tensor, states: Tensor, extends: Extends) -> bool:
-    """Computes `linear_attention_extend`; False if each channel of the keys has a decay."""
-    if g.dim() == 3:
+def linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, output: Tensor, before: bool, states: Tensor, extends: Extends
+) -> bool:
+    """Computes `linear_attention_extend`; False if each channel of the keys has a decay, or queries read the state before their token."""
+    if before or g.dim() == 3:
         return False
     decay = g.float()
     _scan(value, decay.new_ones(()).expand_as(decay), decay, key, query, output, states.transpose(-1, -2), extends)

@@ -23,14 +23,16 @@ def gated_delta(
     return _linear(query, key, value, g, beta, output, normalise, query.shape[2] ** -0.5, states, rows)
 
 
-def linear_attention(query: Tensor, key: Tensor, value: Tensor, g: Tensor, output: Tensor, states: Tensor, rows: StateRows) -> bool:
+def linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, output: Tensor, before: bool, states: Tensor, rows: StateRows
+) -> bool:
     """Computes `linear_attention_step`, with either g; False if keys are longer than a program can hold."""
-    return _linear(query, key, value, g, None, output, False, 1.0, states, rows)
+    return _linear(query, key, value, g, None, output, False, 1.0, states, rows, before)
 
 
 def _linear(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor | None, output: Tensor, normalise: bool, scale: float,
-    states: Tensor, rows: StateRows,
+    states: Tensor, rows: StateRows, before: bool = False,
 ) -> bool:  # fmt: skip
     _, heads, k_dim, v_dim = states.shape
     if k_dim > MOST:
@@ -42,7 +44,7 @@ def _linear(
         gated_delta_kernel, (rows.num_decode, heads, triton.cdiv(v_dim, block_v)),
         query, key, value, g, beta, output, states, *_where(rows), *query.stride(), *key.stride(), *value.stride(), *g.stride(),
         *(() if by_channel else (0,)), *((0, 0) if beta is None else beta.stride()), output.stride(0), states.stride(0), scale, EPS,
-        REPEATS=heads // key.shape[1], K=k_dim, V=v_dim, NORMALISE=normalise, BY_CHANNEL=by_channel, RULE=beta is not None,
+        REPEATS=heads // key.shape[1], K=k_dim, V=v_dim, NORMALISE=normalise, BY_CHANNEL=by_channel, RULE=beta is not None, BEFORE=before,
         HAS_ROWS=rows.decode_rows is not None, BLOCK_K=block_k, BLOCK_V=block_v,
     )  # fmt: skip
     return True

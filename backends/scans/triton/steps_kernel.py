@@ -21,12 +21,12 @@ def _row_and_slot(rows, slots, HAS_ROWS: tl.constexpr):
 def gated_delta_kernel(
     query, key, value, g, beta, output, states, rows, slots, q_row, q_head, q_dim, k_row, k_head, k_dim, v_row, v_head, v_dim, g_row,
     g_head, g_dim, beta_row, beta_head, output_row, slot_stride, scale, eps, REPEATS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    NORMALISE: tl.constexpr, BY_CHANNEL: tl.constexpr, RULE: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    NORMALISE: tl.constexpr, BY_CHANNEL: tl.constexpr, RULE: tl.constexpr, BEFORE: tl.constexpr, HAS_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a head's state [K, V]: they decay, subtract what they return for the key, learn the value, and the query reads them.
 
-    Without `RULE` they learn the value as it is. `BY_CHANNEL`: g has one decay for each of the K channels, else a single one."""
+    Without `RULE` they learn the value as it is; `BEFORE`: the query reads them first. `BY_CHANNEL`: g has one decay for each of the K channels, else a single one."""
     row, slot = _row_and_slot(rows, slots, HAS_ROWS)
     head, k, v = tl.program_id(1), tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     out = output + row * output_row + head * V + v
@@ -42,6 +42,8 @@ def gated_delta_kernel(
         state = states + slot * slot_stride + (head * K + k[:, None]).to(tl.int64) * V + v[None]
         real = (k < K)[:, None] & (v < V)[None]
         now = tl.load(state, mask=real, other=0.0).to(tl.float32)
+        if BEFORE:
+            read = tl.sum(now * q_k[:, None], 0)
         rate = g + row * g_row + head * g_head
         if BY_CHANNEL:
             now *= tl.exp(tl.load(rate + k * g_dim, mask=k < K, other=0.0).to(tl.float32))[:, None]
@@ -51,7 +53,9 @@ def gated_delta_kernel(
             v_v = (v_v - tl.sum(now * k_k[:, None], 0)) * tl.load(beta + row * beta_row + head * beta_head).to(tl.float32)
         now += k_k[:, None] * v_v[None]
         tl.store(state, now.to(states.dtype.element_ty), mask=real)
-        tl.store(out, (tl.sum(now * q_k[:, None], 0) * scale).to(output.dtype.element_ty), mask=v < V)
+        if not BEFORE:
+            read = tl.sum(now * q_k[:, None], 0)
+        tl.store(out, (read * scale).to(output.dtype.element_ty), mask=v < V)
 
 
 @triton.jit

@@ -41,16 +41,18 @@ class Linear:
 
 @dataclass(frozen=True)
 class Read:
-    """A node with what an op reads of the new state; what is left of the state's axes is in `dims`."""
+    """A node with what an op reads of the state, plus `more`, products that are summed over the same axes; what is left of the state's axes
+    is in `dims`."""
 
     node: fx.Node
     dims: Dims
+    more: tuple[Product, ...] = ()
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """S' = the product of `decay`, times S, plus the product of `added`; `reads` are the product of `query` times S', summed over `summed`.
-    No factor depends on S.
+    """S' = the product of `decay`, times S, plus the product of `added`; `reads` are the product of `query` times S', or S if `before`, summed
+    over `summed`. No factor depends on S.
 
     Attributes:
         state: its placeholder.
@@ -65,12 +67,14 @@ class Recurrence:
     added: Sequence[Factor]
     query: Sequence[Factor]
     summed: frozenset[int]
+    before: bool
     reads: Sequence[Read]
 
     @cached_property
     def heads(self) -> list[int]:
         """The axes along which keys, queries or decays differ; all, if the state is read as it is."""
-        apart = {axis for factor in (*self.of_keys, *self.decay, *self.query) for axis in factor.axes} if self.summed else self.axes
+        more = [factor for read in self.reads for product in read.more for factor in product if factor.axes & self.summed]
+        apart = {axis for factor in (*self.of_keys, *more, *self.decay, *self.query) for axis in factor.axes} if self.summed else self.axes
         return [axis for axis in sorted(self.axes) if axis in apart and axis not in self.summed and axis != ROWS]
 
     @cached_property
@@ -140,14 +144,15 @@ class _Finder:
         reads = [*self.sums, *((node, self.nodes[node], frozenset[int](), self.nodes[node].dims) for node in self.whole)]
         if not reads:
             raise NoOpFits("nothing reads its state")
-        ways = {(_query(new, form), summed) for _, form, summed, _ in reads}
+        queries = [_query(new, form, bool(summed)) for _, form, summed, _ in reads]
+        ways = {(query, before, summed) for (query, before, _), (_, _, summed, _) in zip(queries, reads, strict=True)}
         if len(ways) > 1:
             raise NoOpFits("its state is read with several queries")
-        ((query, summed),) = ways
+        ((query, before, summed),) = ways
         decay, added, query = (self._apart(product) for product in (new.decay, new.added[0], query))
-        found = [Read(node, dims) for node, _, _, dims in reads]
+        found = [Read(node, dims, tuple(map(self._apart, more))) for (node, _, _, dims), (_, _, more) in zip(reads, queries, strict=True)]
         self._independent([*decay, *added, *query], found)
-        return Recurrence(self.state, self.axes, self.shape, decay, added, query, summed, found)
+        return Recurrence(self.state, self.axes, self.shape, decay, added, query, summed, before, found)
 
     def _follow(self, node: fx.Node) -> None:
         if node.target is operator.getitem or node.target is aten.sym_size.int:
@@ -261,16 +266,18 @@ class _Finder:
             raise NoOpFits("what is added to its state depends on what was read of it")
 
 
-def _query(new: Linear, read: Linear) -> Product:
-    """What the new state is multiplied with.
+def _query(new: Linear, read: Linear, summed: bool) -> tuple[Product, bool, tuple[Product, ...]]:
+    """What the new state is multiplied with, and False; or what the state before is, True, and what is added to that.
 
     Raises:
-        NoOpFits: it is not the new state.
+        NoOpFits: it is neither.
     """
     query = _without(read.decay, new.decay)
-    if query is None or len(read.added) != 1 or _without(read.added[0], new.added[0]) != query:
-        raise NoOpFits("it reads another state than its new one")
-    return query
+    if query is not None and len(read.added) == 1 and _without(read.added[0], new.added[0]) == query:
+        return query, False, ()
+    if not summed or (new.decay and query is not None):
+        raise NoOpFits("it reads another state than its new one or the one before")
+    return read.decay, True, read.added
 
 
 def _without(product: Product, part: Product) -> Product | None:

@@ -10,7 +10,7 @@ from torch import fx
 from paged_attn.attn_ops.ops.scans import LINEAR_ATTENTION, MAMBA1_SCAN, SHORT_CONV
 from paged_attn.recurrent.inline.dims import sizes
 from paged_attn.recurrent.inline.factors import Factor
-from paged_attn.recurrent.inline.find import Recurrence
+from paged_attn.recurrent.inline.find import Read, Recurrence
 from paged_attn.recurrent.inline.operands import Operands
 from paged_attn.recurrent.inline.step_graph import StepGraph
 from paged_attn.recurrent.inline.windows import Window
@@ -50,7 +50,7 @@ def insert_op(step: StepGraph, found: Recurrence | Window, layer_id: fx.Node, st
             build = Operands(step, found.axes, found.heads, found.values)
             of = _linear_attention if found.summed else _scan_of_channels
             name, output = ("linear_attention" if found.summed else "mamba1_scan"), of(build, found, *ids)
-        results = [build.as_read(output, read.dims, read.node) for read in found.reads]
+        results = [build.as_read(_with_more(build, found, output, read), read.dims, read.node) for read in found.reads]
     last = results[-1]
     for node in earlier:
         last.append(node)
@@ -77,6 +77,17 @@ def _short_conv(build: Operands, found: Window, layer_id: fx.Node, state_id: int
     return output
 
 
+def _with_more(build: Operands, found: Recurrence | Window, output: fx.Node, read: Read) -> fx.Node:
+    """The op's output and what a token adds to it by itself, such as its value by its key and a bonus."""
+    for product in read.more:
+        assert isinstance(found, Recurrence)
+        keys = build.product([factor for factor in product if factor.axes & found.summed], found.keys)
+        values = build.product([factor for factor in product if not factor.axes & found.summed], found.values)
+        more = build.call(aten.mul.Tensor, build.call(aten.sum.dim_IntList, keys, [-1], True), values)
+        output = build.call(aten.add.Tensor, output, more)
+    return output
+
+
 def dtype_of(factor: Factor) -> torch.dtype:
     assert isinstance(factor.node, fx.Node)
     dtype: torch.dtype = factor.node.meta["val"].dtype
@@ -88,7 +99,7 @@ def _linear_attention(build: Operands, found: Recurrence, layer_id: fx.Node, sta
     value, decays = build.product(found.of_values, found.values), build.decays(found)
     shape = (build.step.rows, build.count(found.heads), build.count(found.values))
     output = build.made(aten.new_empty.default, shape, dtype=found.reads[0].node.meta["val"].dtype)
-    build.call(LINEAR_ATTENTION, query, key, value, decays, output, layer_id, state_id)
+    build.call(LINEAR_ATTENTION, query, key, value, decays, output, found.before, layer_id, state_id)
     return output
 
 

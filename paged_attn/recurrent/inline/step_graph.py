@@ -110,7 +110,7 @@ def step_graph(layer: RecurrentLayer) -> StepGraph:
     for node in list(graph.nodes):
         if writes_in_place(node) and node.args[0] in graph.find_nodes(op="placeholder"):
             graph.erase_node(node)  # a step's own tensors, which nobody reads afterwards
-    graph.eliminate_dead_code()
+    _without_stacks(graph)
     placeholders = list(graph.find_nodes(op="placeholder"))
     owned = _owned(traced, layer.module)
     _as_linears(graph)
@@ -120,6 +120,21 @@ def step_graph(layer: RecurrentLayer) -> StepGraph:
 
 def _traced(step: Callable[..., Any], given: Sequence[Tensor]) -> fx.GraphModule:
     return make_fx(step, DECOMPOSED, tracing_mode="real", _allow_non_fake_inputs=True)(*given)
+
+
+def _without_stacks(graph: fx.Graph) -> None:
+    """A slice that was just written into a tensor (a stack of all layers' states) is what was written."""
+    for node in list(graph.nodes):
+        if node.target is not aten.select.int:
+            continue
+        stack, dim, index = node.args
+        if stack.target is not aten.select_scatter.default:
+            continue
+        count = stack.meta["val"].dim()
+        whole, source, other, at = stack.args
+        if dim % count == other % count and index == at and source.meta["val"].shape == node.meta["val"].shape:
+            node.replace_all_uses_with(source)
+    graph.eliminate_dead_code()
 
 
 def _for_any_rows(graph: fx.Graph) -> fx.Node:

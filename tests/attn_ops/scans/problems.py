@@ -67,6 +67,10 @@ def _delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tens
     return torch.einsum("hkv,hk->hv", state, q) / q.shape[-1] ** 0.5, state
 
 
+def _linear_before(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, decodes: bool) -> tuple[Tensor, Tensor]:
+    return torch.einsum("hkv,hk->hv", state, q), _linear(q, k, v, g, state, decodes)[1]
+
+
 def _linear(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, _: bool) -> tuple[Tensor, Tensor]:
     state = state * g.exp().reshape(len(v), -1, 1) + torch.einsum("hk,hv->hkv", k, v)
     return torch.einsum("hkv,hk->hv", state, q), state
@@ -106,11 +110,22 @@ RECURRENCES = {
     "linear_attention": Recurrence(
         linear_attention_extend, linear_attention_step,
         lambda n: [torch.randn(n, 4, 8), torch.randn(n, 4, 8), torch.randn(n, 4, 6), -_dt(n, 4)], (True,) * 4, (4, 6), (4, 8, 6), _linear,
+        (False,),
     ),
     "linear_attention by channel": Recurrence(
         linear_attention_extend, linear_attention_step,
         lambda n: [torch.randn(n, 4, 8), torch.randn(n, 4, 8), torch.randn(n, 4, 6), -_dt(n, 4, 8)], (True,) * 4, (4, 6), (4, 8, 6),
-        _linear,
+        _linear, (False,),
+    ),
+    "linear_attention before": Recurrence(
+        linear_attention_extend, linear_attention_step,
+        lambda n: [torch.randn(n, 4, 8), torch.randn(n, 4, 8), torch.randn(n, 4, 6), -_dt(n, 4)], (True,) * 4, (4, 6), (4, 8, 6),
+        _linear_before, (True,),
+    ),
+    "linear_attention before, by channel": Recurrence(
+        linear_attention_extend, linear_attention_step,
+        lambda n: [torch.randn(n, 4, 8), torch.randn(n, 4, 8), torch.randn(n, 4, 6), -_dt(n, 4, 8)], (True,) * 4, (4, 6), (4, 8, 6),
+        _linear_before, (True,),
     ),
     "mamba2_scan": Recurrence(
         mamba2_extend, mamba2_step,

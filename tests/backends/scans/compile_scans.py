@@ -50,7 +50,16 @@ SCANNED: dict[str, Any] = {name: value for name, value in BY_CHANNEL.items() if 
 CHANNELS: dict[str, Any] = {
     "C": 8192, "N": 16, "x_dim": 1, "dt_dim": 1, "b_dim": 1, "c_dim": 1, "BLOCK_T": 32, "BLOCK_C": 4, "BLOCK_N": 16,
 }  # fmt: skip
-STEP: dict[str, Any] = {"K": 128, "V": 128, "NORMALISE": True, "RULE": True, "HAS_ROWS": True, "BLOCK_K": 128, "BLOCK_V": 32}
+STEP: dict[str, Any] = {
+    "K": 128,
+    "V": 128,
+    "NORMALISE": True,
+    "RULE": True,
+    "BEFORE": False,
+    "HAS_ROWS": True,
+    "BLOCK_K": 128,
+    "BLOCK_V": 32,
+}
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "conv_step": (conv_step, {**CONV_STEP, "HAS_ROWS": True}),
     "conv_step in order": (conv_step, {**CONV_STEP, "HAS_ROWS": False, "rows": None, "HAS_BIAS": False, "bias": None}),

@@ -22,6 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = {
     "short_conv": conv.step, "gated_delta_rule": steps.gated_delta, "kda": steps.gated_delta, "mamba2_scan": steps.mamba2,
     "mamba1_scan": steps.mamba1, "linear_attention": steps.linear_attention, "linear_attention by channel": steps.linear_attention,
+    "linear_attention before": steps.linear_attention,
 }  # fmt: skip
 PROMPTS = {
     "gated_delta_rule": prompts.gated_delta, "kda": prompts.kda, "mamba2_scan": ssd.mamba2, "mamba1_scan": prompts.mamba1,
