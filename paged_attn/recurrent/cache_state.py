@@ -113,8 +113,10 @@ class CacheTemplate:
         """The model's tensor, of which the state may be only a column."""
         if path not in self._columns:
             return state
-        start = self._start[path]
-        return torch.select_scatter(start.expand(len(state), *start.shape[1:]), state, *self._columns[path])  # a copy; vmap supports it
+        (dim, index), start = self._columns[path], self._start[path]
+        full = start.expand(len(state), *start.shape[1:])
+        parts = full.narrow(dim, 0, index), state.unsqueeze(dim), full.narrow(dim, index + 1, full.shape[dim] - index - 1)
+        return torch.cat(parts, dim)  # a copy; vmap supports it
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -15,6 +15,7 @@ import paged_attn
 from paged_attn import UnsupportedError
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, StateCheckpoint
 from paged_attn.attn_ops.kv.state_pool import StatePool
+from paged_attn.recurrent.as_ops.by_ops import with_ops
 from paged_attn.recurrent.discover import find_recurrent_layers, recurrent_modules, refuse_recurrent
 from paged_attn.recurrent.run import RecurrentRunner
 from tests.engine.models import assert_idle, make_llm
@@ -81,6 +82,13 @@ def test_a_model_that_prepares_its_weights_does_so_once() -> None:
     find_recurrent_layers(model, lambda length: {"input_ids": torch.arange(length)[None]})
     assert model.rwkv.layers_are_rescaled
     assert all(value.equal(other.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+def test_a_column_of_a_stack_of_states_is_a_state_of_its_own_in_an_op() -> None:
+    """RWKV's token shift is a convolution of two taps; what its attention keeps is no linear recurrence."""
+    layers = with_ops(find_recurrent_layers(served("rwkv"), lambda length: {"input_ids": torch.arange(length)[None]}))
+    assert [layer.ops for layer in layers] == [(), ("short_conv",)] * 3
+    assert "it reads another state than its new one or the one before" in layers[0].why_no_ops
 
 
 def test_explain_and_the_roads_without_state() -> None:

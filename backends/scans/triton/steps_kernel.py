@@ -26,7 +26,8 @@ def gated_delta_kernel(
 ):  # fmt: skip
     """Some columns of a head's state [K, V]: they decay, subtract what they return for the key, learn the value, and the query reads them.
 
-    Without `RULE` they learn the value as it is; `BEFORE`: the query reads them first. `BY_CHANNEL`: g has one decay for each of the K channels, else a single one."""
+    Without `RULE` they learn the value as it is; `BEFORE`: the query reads them first. `BY_CHANNEL`: g has one decay for each of the K
+    channels, else a single one."""
     row, slot = _row_and_slot(rows, slots, HAS_ROWS)
     head, k, v = tl.program_id(1), tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     out = output + row * output_row + head * V + v

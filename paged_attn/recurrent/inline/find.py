@@ -51,8 +51,8 @@ class Read:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """S' = the product of `decay`, times S, plus the product of `added`; `reads` are the product of `query` times S', or S if `before`, summed
-    over `summed`. No factor depends on S.
+    """S' = the product of `decay`, times S, plus the product of `added`; `reads` are the product of `query` times S' (or S, if `before`),
+    summed over `summed`. No factor depends on S.
 
     Attributes:
         state: its placeholder.

@@ -123,17 +123,21 @@ def _traced(step: Callable[..., Any], given: Sequence[Tensor]) -> fx.GraphModule
 
 
 def _without_stacks(graph: fx.Graph) -> None:
-    """A slice that was just written into a tensor (a stack of all layers' states) is what was written."""
+    """What is read of a tensor into which it was just put (a stack of all layers' states) is what was put there."""
     for node in list(graph.nodes):
         if node.target is not aten.select.int:
             continue
         stack, dim, index = node.args
-        if stack.target is not aten.select_scatter.default:
-            continue
-        count = stack.meta["val"].dim()
-        whole, source, other, at = stack.args
-        if dim % count == other % count and index == at and source.meta["val"].shape == node.meta["val"].shape:
-            node.replace_all_uses_with(source)
+        dim %= stack.meta["val"].dim()
+        if stack.target is aten.select_scatter.default and (stack.args[2] % stack.meta["val"].dim(), stack.args[3]) == (dim, index):
+            node.replace_all_uses_with(stack.args[1])
+        elif stack.target is aten.cat.default and index >= 0:
+            parts = [part for part in stack.args[0] for _ in range(part.meta["val"].shape[dim])]
+            if parts[index].meta["val"].shape[dim] == 1:
+                with graph.inserting_before(node):
+                    part = graph.call_function(aten.squeeze.dim, (parts[index], dim))
+                part.meta = node.meta
+                node.replace_all_uses_with(part)
     graph.eliminate_dead_code()
 
 

@@ -15,7 +15,8 @@ from tests.recurrent.test_by_ops import layers_of
 
 MATRIX = ("linear_attention", (HEADS, KEYS, VALUES))
 FOUND = {
-    remote.Retention: MATRIX, remote.Transposed: MATRIX, remote.Flat: MATRIX, remote.Gated: MATRIX, remote.Selective: MATRIX, remote.Bonus: MATRIX,
+    remote.Retention: MATRIX, remote.Transposed: MATRIX, remote.Flat: MATRIX, remote.Gated: MATRIX, remote.Selective: MATRIX,
+    remote.Bonus: MATRIX,
     remote.Channels: ("linear_attention", (HEADS * VALUES, KEYS, 1)), remote.Elementwise: ("mamba1_scan", (HEADS * VALUES, 1)),
     remote.Shifted: ("short_conv", (WIDTH, 1)), remote.Convolved: ("short_conv", (WIDTH, 3)),
     remote.ConvolvedByTorch: ("short_conv", (WIDTH, 3)), remote.Rolled: ("short_conv", (WIDTH, 4)),
