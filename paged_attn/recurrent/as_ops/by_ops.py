@@ -62,10 +62,7 @@ def with_ops(layers: Sequence[RecurrentLayer], backend: str = "auto") -> tuple[R
             except NoOpFits as reason:
                 known[kind] = dataclasses.replace(layer, why_no_ops=str(reason))
             logger.info("%s (%s) runs %s", layer.spec.module, type(layer.module).__name__, known[kind].describe())
-        like = known[kind]
-        if like.program is not None:  # a layer's number may be part of what it computes
-            layer = with_program(layer)
-        found.append(dataclasses.replace(layer, ops=like.ops, why_no_ops=like.why_no_ops, scans=like.scans))
+        found.append(_like(known[kind], layer))
     if layers and backend != "auto" and not any(each.name == backend for layer in found for each in layer.scans):
         have = ", ".join(sorted({op for layer in found for op in layer.ops})) or "none that is an op"
         raise UnsupportedError(
@@ -73,6 +70,17 @@ def with_ops(layers: Sequence[RecurrentLayer], backend: str = "auto") -> tuple[R
             f"have {have}. Leave scans_backend out."
         )
     return tuple(found)
+
+
+def _like(known: RecurrentLayer, layer: RecurrentLayer) -> RecurrentLayer:
+    """A layer with what is known of one of its kind; its program is its own, for its number may be part of what it computes."""
+    if known.program is not None:
+        with evaluating(layer.module):
+            try:
+                layer = with_program(layer)
+            except NoOpFits as reason:
+                return dataclasses.replace(layer, why_no_ops=str(reason))
+    return dataclasses.replace(layer, ops=known.ops, why_no_ops=known.why_no_ops, scans=known.scans)
 
 
 def _proved(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
@@ -108,7 +116,7 @@ def _proved_with(layer: RecurrentLayer, backend: str, scopes: Sequence[dict[str,
             error, allowed = _compared(layer, chosen, scopes)
             if error <= allowed:
                 return chosen
-        with model_code(_needs_cache):  # without kernels: if this is off too, the ops do not fit
+        with model_code(_needs_cache if scopes else _program_fails):  # without kernels: if this is off too, the ops do not fit
             own_error, own_allowed = _compared(layer, served, scopes)
     if not own_error <= own_allowed:
         raise NoOpFits(f"its ops are off by {own_error:.2g} of its size, allowed is {own_allowed:.2g}")
@@ -141,6 +149,10 @@ def _by_program(layer: RecurrentLayer) -> tuple[RecurrentLayer, Sequence[StateSp
 
 def _needs_cache(why: str) -> NoOpFits:
     return NoOpFits(f"it cannot be called without a cache: {why}")
+
+
+def _program_fails(why: str) -> NoOpFits:
+    return NoOpFits(f"its program fails: {why}")
 
 
 def _selected(layer: RecurrentLayer, ops: Sequence[str], states: Sequence[StateSpec], backend: str) -> tuple[ScanSelection, ...]:

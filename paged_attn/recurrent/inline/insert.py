@@ -8,6 +8,8 @@ import torch
 from torch import fx
 
 from paged_attn.attn_ops.ops.scans import LINEAR_ATTENTION, MAMBA1_SCAN, SHORT_CONV
+from paged_attn.attn_ops.scans.gated_delta import CHUNK
+from paged_attn.attn_ops.scans.kda import PART
 from paged_attn.recurrent.inline.dims import sizes
 from paged_attn.recurrent.inline.factors import Factor
 from paged_attn.recurrent.inline.find import Read, Recurrence
@@ -18,16 +20,17 @@ from paged_attn.recurrent.program import NoOpFits, StateLayout
 
 aten = torch.ops.aten
 TAPS = -2  # the axis of a convolution's taps, which has one more than the state, or fewer
-WIDEST = 32  # times a token's own width: as much as Mamba's discretized matrices
+WIDEST = 64  # times a token's own width; Mamba's discretized matrices are half of it
 SHORTEST = 1e-20  # a time step that decays nothing, and by which numbers can still be divided
 
 
 def refuse_wide(step: StepGraph, found: Recurrence) -> None:
-    """Raises NoOpFits if a token's keys and decays, or its state where that is read as it is, take too much memory."""
-    own = math.prod(found.axes[axis] for axis in (*found.heads, *found.keys))
+    """Raises NoOpFits if a token's scores and decays, or its state where that is read as it is, take too much memory."""
+    heads, keys = (math.prod(found.axes[axis] for axis in axes) for axes in (found.heads, found.keys))
+    own = heads * max(CHUNK, CHUNK // PART * keys) if found.summed else heads
     allowed = WIDEST * max(math.prod(sizes(node)[1:]) for node in step.inputs)
     if own > allowed:
-        raise NoOpFits(f"for each token it would need {own:,} keys, decays or elements of its state; allowed are {allowed:,}")
+        raise NoOpFits(f"for each token it would need {own:,} scores, decays or elements of its state; allowed are {allowed:,}")
 
 
 def layout_of(found: Recurrence | Window) -> StateLayout:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor, fx, nn
 
+from paged_attn.attn_ops.model_code import model_code
 from paged_attn.recurrent.inline.find import Recurrence, recurrence_of
 from paged_attn.recurrent.inline.insert import insert_op, layout_of, refuse_wide
 from paged_attn.recurrent.inline.step_graph import StepGraph, step_graph
@@ -17,7 +18,8 @@ from paged_attn.recurrent.program import NoOpFits, Program
 
 def with_program(layer: RecurrentLayer) -> RecurrentLayer:
     """The layer with its program, and with the states of its ops. Raises as `program_of`."""
-    program = program_of(layer)
+    with model_code(lambda why: NoOpFits(f"the graph of its step cannot be read: {why}")):
+        program = program_of(layer)
     states = [replace(state, shape=layout.shape) for state, layout in zip(layer.spec.states, program.states, strict=True)]
     return replace(layer, spec=replace(layer.spec, states=tuple(states)), program=program)
 

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 
 from paged_attn.attn_ops.model_code import model_code
+from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.passes.fx.graph_tools import writes_in_place
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.program import NoOpFits
@@ -100,7 +101,8 @@ def step_graph(layer: RecurrentLayer) -> StepGraph:
 
     device = layer.given[0].device
     states = [torch.zeros(1, *state.shape, dtype=state.dtype, device=device) for state in layer.spec.states]
-    with model_code(lambda why: NoOpFits(f"the graph of its step cannot be traced: {why}")), torch.no_grad():
+    failed = model_code(lambda why: NoOpFits(f"the graph of its step cannot be traced: {why}"))
+    with failed, left_as_it_was(layer.module), torch.no_grad():  # what it keeps of this call has no numbers
         given = [fake(one) for one in (*(value[:, :1] for value in layer.given), *states)]
         with mode:
             traced = _traced(step, given)

@@ -108,7 +108,7 @@ def test_what_is_no_known_recurrence_runs_its_own_forward(mixer: type[Mixer], wh
 def test_a_wide_state_that_is_read_as_it_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paged_attn.recurrent.inline.insert.WIDEST", 2)
     (layer,) = with_ops(layers_of(Model(Whole)))
-    assert layer.why_no_ops.endswith(f"for each token it would need 72 keys, decays or elements of its state; allowed are {2 * WIDTH}")
+    assert layer.why_no_ops.endswith(f"for each token it would need 72 scores, decays or elements of its state; allowed are {2 * WIDTH}")
 
 
 def test_numbers_of_a_layer_are_its_own() -> None:
@@ -170,3 +170,28 @@ class Grouped(Retention):
 def test_other_words_for_the_same(mixer: type[Mixer]) -> None:
     (layer,) = with_ops(layers_of(Model(mixer)))
     assert layer.ops, layer.why_no_ops
+
+
+def test_what_a_module_keeps_of_a_call_is_no_tensor_without_numbers() -> None:
+    class Keeping(Retention):
+        kept: Tensor | None = None
+
+        def token(self, row: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            self.kept = row if self.kept is None else self.kept
+            return super().token(row, state)
+
+    layers = layers_of(Model(Keeping))
+    layers[0].module.kept = None
+    (layer,) = with_ops(layers)
+    assert layer.ops and type(layer.module.kept) is Tensor
+
+
+def test_a_layer_in_training_is_read_as_it_evaluates() -> None:
+    class Dropping(Retention):
+        def token(self, row: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            return super().token(torch.nn.functional.dropout(row, 0.5, self.training), state)
+
+    layers = layers_of(Model(Dropping, layers=2))
+    for layer in layers:
+        layer.module.train()
+    assert all(layer.program is not None and "dropout" not in layer.program.text for layer in with_ops(layers))
