@@ -86,6 +86,17 @@ def test_tokens_are_the_models_own_in_full_graphs(name: str) -> None:
     assert_idle(engine)
 
 
+@pytest.mark.parametrize(
+    ("name", "ops"), [("minimax", "linear_attention"), ("recurrent_gemma", "short_conv, mamba1_scan"), ("rwkv", "short_conv")]
+)
+def test_so_it_is_by_ops_alone_and_beside_own_forwards(name: str, ops: str) -> None:
+    engine = engine_of(name, disable_passes=())
+    modes = modes_of(engine)
+    assert tokens_of(engine) == cut(expected(name))
+    assert set(modes) == {"full", "piecewise"} and f"by ops on the slots of its state ({ops})" in explain(engine)
+    assert_idle(engine)
+
+
 @pytest.mark.parametrize("name", ["rwkv", "minimax"])
 def test_who_is_preempted_goes_on(name: str) -> None:
     engine = engine_of(name, num_pages=13, page_size=4)
