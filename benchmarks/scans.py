@@ -25,6 +25,7 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
 from paged_attn.attn_ops.scans.kda import kda_extend
+from paged_attn.attn_ops.scans.linear import linear_attention_extend, linear_attention_step
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
 from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
@@ -51,6 +52,7 @@ class Shape(NamedTuple):
 SHAPES = {
     "qwen3-next": Shape("gated_delta", (32, 128, 128), 16),
     "kimi-linear": Shape("kda", (32, 128, 128), 32),
+    "minimax-text-01": Shape("linear", (64, 128, 128), 64),
     "bamba-9b": Shape("mamba2", (128, 64, 128)),
     "nemotron-h-8b": Shape("mamba2", (128, 64, 128), 8),
     "falcon-h1-7b": Shape("mamba2", (24, 128, 256)),
@@ -69,6 +71,9 @@ def operands(shape: Shape, rows: int, dtype: torch.dtype, device: torch.device) 
         channels = [k] if shape.kind == "kda" else []
         decay, learned = -torch.rand(rows, heads, *channels, device=device), torch.rand(rows, heads, device=device).to(dtype)
         return [of(shape.groups, k), of(shape.groups, k), of(heads, v), decay, learned, of(heads, v), True]
+    if shape.kind == "linear":
+        heads, k, v = shape.state
+        return [of(heads, k), of(heads, k), of(heads, v), -torch.rand(heads, device=device).expand(rows, heads), of(heads, v), False]
     if shape.kind == "mamba2":
         heads, p, n = shape.state
         rates = -torch.rand(heads, device=device)
@@ -80,6 +85,7 @@ def operands(shape: Shape, rows: int, dtype: torch.dtype, device: torch.device) 
 
 OPS = {
     "gated_delta": ("gated_delta_rule", gated_delta_extend, gated_delta_step), "kda": ("kda", kda_extend, gated_delta_step),
+    "linear": ("linear_attention", linear_attention_extend, linear_attention_step),
     "mamba2": ("mamba2_scan", mamba2_extend, mamba2_step),
     "mamba1": ("mamba1_scan", mamba1_extend, mamba1_step),
 }  # fmt: skip
