@@ -203,12 +203,26 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=limit, atol=limit * 0.1, equal_nan=True)
 
 
-def refusal(node: fx.Node, what: str) -> UnsupportedError:
-    where = module_path(node) or "the model's forward"
-    return UnsupportedError(
+class MadeOfLength(UnsupportedError):
+    """A value is made from the number of tokens in a way that has no row for each token.
+
+    Attributes:
+        module: path of the module that makes it; "" outside any module.
+    """
+
+    def __init__(self, module: str, words: str) -> None:
+        self.module = module
+        super().__init__(words)
+
+
+def refusal(node: fx.Node, what: str) -> MadeOfLength:
+    module = module_path(node)
+    where = module or "the model's forward"
+    return MadeOfLength(
+        module,
         f"{where}: {node.name} is made from the number of tokens and {what}, so that it would be wrong in a ragged batch, where requests "
         "of all lengths share a row. Known are row numbers (arange), rows of a table, and functions of those one row at a time; "
-        "compute it from position_ids instead."
+        "compute it from position_ids instead.",
     )
 
 

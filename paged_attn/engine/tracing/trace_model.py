@@ -46,6 +46,7 @@ from paged_attn.engine.tracing.while_tracing import (
 from paged_attn.passes.find.attention_site import UnknownAttention
 from paged_attn.passes.fx.model_facts import max_positions
 from paged_attn.passes.positions.independent_rows import FixedParts, MixesRows
+from paged_attn.passes.positions.row_replacement import MadeOfLength
 from paged_attn.passes.prove.mask_probe import ShortTable
 from paged_attn.passes.report import Rewrite
 from paged_attn.stopwatch import part
@@ -159,7 +160,7 @@ class Workarounds:
 
     def add_for(self, refusal: UnsupportedError) -> bool:
         """Add what the refusal of a trace calls for; False if nothing is known against it."""
-        if isinstance(refusal, (NeedsWholeRequest, UnknownAttention, MixesRows, CountsTokens)):
+        if isinstance(refusal, (NeedsWholeRequest, UnknownAttention, MixesRows, MadeOfLength, CountsTokens)):
             return self._run_on_all_tokens(refusal)
         cause = refusal.__cause__
         if self.unknown is None and lacks_fake(cause):
@@ -179,7 +180,7 @@ class Workarounds:
         logger.info("%s branches on its data%s: it runs as one op, between the captured pieces", kind.__name__, self.opaque[kind])
         return True
 
-    def _run_on_all_tokens(self, refusal: NeedsWholeRequest | UnknownAttention | MixesRows | CountsTokens) -> bool:
+    def _run_on_all_tokens(self, refusal: NeedsWholeRequest | UnknownAttention | MixesRows | MadeOfLength | CountsTokens) -> bool:
         modules = dict(self.model.named_modules())
         mixes: type[nn.Module] | None
         if isinstance(refusal, NeedsWholeRequest):

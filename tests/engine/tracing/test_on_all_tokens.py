@@ -23,9 +23,9 @@ Mixer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def two_products(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-    """Scores of contents and of places, which are added."""
+    """Scores of contents and of places, which are added, the latter as much as the query says."""
     places = torch.cos(positions.float()[..., None] * torch.arange(WIDTH))
-    return ((q @ k.mT + (q + 1) @ places.mT) * 0.2).masked_fill(~mask, float("-inf")).softmax(-1) @ v
+    return ((q @ k.mT + q[..., :1] * ((q + 1) @ places.mT)) * 0.2).masked_fill(~mask, float("-inf")).softmax(-1) @ v
 
 
 def windows(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
@@ -65,6 +65,18 @@ def of_running_sums(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Te
     return q * (k * v).cumsum(1) / (q * k.cumsum(1)).sum(-1, keepdim=True)
 
 
+def of_a_long_filter(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """A convolution as long as the call, by Fourier transforms: that of the filter has no row for each token."""
+    length = q.shape[1]
+    filters = torch.cos(torch.arange(256.0)[:, None] * torch.arange(WIDTH)) / torch.arange(1.0, 257.0)[:, None]
+    products = torch.fft.rfft(k * v, n=2 * length, dim=1) * torch.fft.rfft(filters[:length], n=2 * length, dim=0)
+    return q * torch.fft.irfft(products, n=2 * length, dim=1)[:, :length]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.mT * 0.2).masked_fill(~mask, float("-inf")).softmax(-1) @ v
+
+
 class Indexer(nn.Module):
     """Which keys a query may see, by a loop over what the data chooses."""
 
@@ -91,6 +103,10 @@ class Attention(nn.Module):
         q, k, v = self.qkv(hidden).chunk(3, -1)
         mask = where["mask"] if self.indexer is None else self.indexer(k, where["mask"])
         return self.out(self.mix(q, k, v, where["positions"], mask)) * scale, None, Notes()
+
+
+class OtherAttention(Attention):
+    """Modules of one class run in the same way."""
 
 
 class Model(nn.Module):
@@ -149,11 +165,20 @@ def test_weights_of_today_are_used() -> None:
         assert before != after == greedy(model, prompts[0], 8)
 
 
+def test_what_is_made_of_the_length_beside_an_attention() -> None:
+    model, prompts = Model(of_a_long_filter).eval(), random_prompts((1, 5, 17, 33))
+    model.layers[1] = OtherAttention(attention)
+    with torch.no_grad(), LLM(model, max_batch_tokens=16, num_pages=20) as llm:
+        assert [isinstance(layer.spec, RecomputeSpec) for layer in llm.engine.runner.compiled.rewrite.layers] == [True, False]
+        got = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=8))]
+        assert got == [greedy(model, prompt, 8) for prompt in prompts]
+
+
 def seen_late(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
     """Right for short calls; from 128 tokens on an entry is seen before its window is complete."""
     places = torch.cos(positions.float()[..., None] * torch.arange(WIDTH))
     early = mask | (torch.arange(k.shape[1]) == 127)
-    return ((q @ k.mT + (q + 1) @ places.mT) * 0.2).masked_fill(~early, float("-inf")).softmax(-1) @ v
+    return ((q @ k.mT + q[..., :1] * ((q + 1) @ places.mT)) * 0.2).masked_fill(~early, float("-inf")).softmax(-1) @ v
 
 
 def test_a_later_token_that_changes_an_earlier_one_only_in_long_calls_is_seen() -> None:
