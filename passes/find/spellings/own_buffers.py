@@ -2,7 +2,7 @@
 
 Before: cache[:1, 0:T] = k, or cache.narrow(1, 0, T).copy_(k); keys = cache[:1, :T], as reference code of Llama and DeepSeek has it
 After:  keys = k; the buffer is neither written nor read, so that its size is no limit for a step of many requests
-Leaves alone: buffers that are read as a whole, before they are written, or at other indices than those that were written last.
+Leaves alone: buffers that are read as a whole, before they are written, or in other parts than those that were written last.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ def take_written_values(graph: fx.Graph, form: CallForm) -> None:
         if buffer.op != "placeholder" or form.roles[buffer] != "owned":
             continue
         uses = _uses(buffer)
-        if uses is None or set(writers) != {node for node, *_ in uses.writes} or not _reads_what_was_written_last(uses):
+        if uses is None or set(writers) != {node for node, *_ in uses.writes}:
             continue
-        write, _, value = uses.writes[-1]
-        for read in uses.reads:
+        written = {read: found for read, part in uses.reads.items() if (found := _written_last(uses, read, part)) is not None}
+        if not written or len(written) < len(uses.reads):
+            continue
+        for read, (write, value) in written.items():
             with graph.inserting_before(write.next):
                 taken = _as_read(value, read)
             for user in [user for user in read.users if user not in uses.nodes]:
@@ -89,7 +91,7 @@ def _uses(buffer: fx.Node) -> _Uses | None:
 
 
 def _part_of(node: fx.Node) -> _Part | None:
-    """Which part of its first argument a node reads or writes; None if that is not a slice in each dim."""
+    """Which part of its first argument a node reads or writes; None if that is not a slice, or a number, in each dim."""
     sizes = sizes_of(node.args[0]) if node.args else ()
     if node.target in (operator.getitem, operator.setitem):
         index: Any = node.args[1]
@@ -102,6 +104,7 @@ def _part_of(node: fx.Node) -> _Part | None:
         slices = [slice(None)] * (dim % len(sizes)) + [slice(0, length)]
     else:
         return None
+    slices = [slice(each, each + 1) if type(each) is int and each >= 0 else each for each in slices]
     if len(slices) > len(sizes) or not all(isinstance(each, slice) and each.step in (None, 1) for each in slices):
         return None
     slices += [slice(None)] * (len(sizes) - len(slices))
@@ -112,18 +115,27 @@ def _part_of(node: fx.Node) -> _Part | None:
     return tuple(found) if all(not isinstance(end, int) or end >= 0 for part in found for end in part) else None
 
 
-def _reads_what_was_written_last(uses: _Uses) -> bool:
-    if not uses.writes or not uses.reads:
-        return False
-    write, part, value = uses.writes[-1]
-    users = [user for read in uses.reads for user in read.users if user not in uses.nodes]
-    output = next(node for node in reversed(write.graph.nodes) if node.op == "output")
-    # A read is a view: it shows what is written until it is used. A written value is a copy: later changes of the value do not reach it.
-    return (
-        min(users) > write
-        and all(_fits(read, value) and uses.reads[read] == part for read in uses.reads)
-        and not is_written({value}, write, output)
-    )
+def _written_last(uses: _Uses, read: fx.Node, part: _Part) -> tuple[fx.Node, fx.Node] | None:
+    """The write of the part that a read shows, and its value; None if other writes reach that part, or the value is another by then."""
+    for write, written, value in reversed(uses.writes):
+        if written != part:
+            if not _apart(written, part):
+                return None
+            continue
+        # A read is a view: it shows what is written until it is used. What was written is a copy of the value at that time.
+        output = next(node for node in reversed(write.graph.nodes) if node.op == "output")
+        used_later = all(user > write for user in read.users if user not in uses.nodes)
+        return (write, value) if used_later and _fits(read, value) and not is_written({value}, write, output) else None
+    return None
+
+
+def _apart(one: _Part, other: _Part) -> bool:
+    """Whether two parts have no element in common: in some dim one ends before the other begins."""
+    for (first, last), (first_other, last_other) in zip(one, other, strict=True):
+        ends = (first, last, first_other, last_other)
+        if all(isinstance(end, int) for end in ends) and (last <= first_other or last_other <= first):
+            return True
+    return False
 
 
 def _fits(read: fx.Node, value: fx.Node) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from paged_attn.passes.find.products import Product, product_of
-from paged_attn.passes.fx.graph_tools import call_with_value, is_written, move_before, op_name, sizes_of, token_dims
+from paged_attn.passes.fx.graph_tools import call_with_value, is_written, move_before, op_name, sizes_of, token_dims, value_of
 
 _Term = tuple[Product, float]
 _BY_NUMBER = {"mul": 1, "imul": 1, "div": -1, "truediv": -1, "itruediv": -1}
@@ -54,6 +54,8 @@ def _join(node: fx.Node, terms: list[_Term]) -> None:
     first, second = (product for product, _ in terms)
     shapes = {sizes_of(product.node) for product in (first, second)} | {sizes_of(node)}
     factors = {each for product in (first, second) for each in (product.left, product.right)}
+    if len({value_of(each).dtype for each in (node, *factors)}) != 1:
+        return
     try:
         sizes = {(*product.lead_sizes, *product.to_canonical) for product in (first, second)}
     except ValueError:

@@ -76,7 +76,13 @@ def narrowed(self: Cached, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, T
     return part, v + self.one_row.narrow(1, 0, length)
 
 
-TAKEN = [slices, moved_first, one_dim_less, written_twice, written_after_it_was_read, copied_in_place, narrowed]
+def both_in_one(self: Cached, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    self.keys[0, :length] = k[0]
+    self.keys[1, :length] = v[0]
+    return self.keys[0, :length][None], self.keys[1, :length][None]
+
+
+TAKEN = [both_in_one, slices, moved_first, one_dim_less, written_twice, written_after_it_was_read, copied_in_place, narrowed]
 
 
 @pytest.mark.parametrize("through", TAKEN, ids=lambda through: through.__name__)
@@ -107,6 +113,12 @@ def other_rows(self: Cached, k: Tensor, v: Tensor, length: int) -> tuple[Tensor,
     return self.keys[1:2, :length] + k, v
 
 
+def overwritten_in_part(self: Cached, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    self.keys[:1, :length] = k
+    self.keys[0, :length, 1] = v[0, :, 0]
+    return self.keys[:1, :length], v
+
+
 def changed_after_it_was_read(self: Cached, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
     self.keys[:1, :length] = k
     keys = self.keys[:1, :length]
@@ -114,7 +126,7 @@ def changed_after_it_was_read(self: Cached, k: Tensor, v: Tensor, length: int) -
     return keys, v + k
 
 
-LEFT_ALONE = [scaled_behind, changed_once_read, other_rows, changed_after_it_was_read]
+LEFT_ALONE = [overwritten_in_part, scaled_behind, changed_once_read, other_rows, changed_after_it_was_read]
 
 
 @pytest.mark.parametrize("through", LEFT_ALONE, ids=lambda through: through.__name__)
