@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -77,15 +78,28 @@ def untraceable_class(model: nn.Module, failure: BaseException | None) -> type[n
 
 
 def class_running(model: nn.Module, frames: Sequence[tuple[str, int, str]]) -> type[nn.Module] | None:
-    """The class of the innermost submodule whose forward is among these calls: file, line and function of each, the innermost last."""
+    """The class of the innermost submodule with a method among these calls: file, line and function of each, the innermost last.
+
+    A list comprehension counts as the method that it stands in. Of a file the end of its path is enough: torch leaves off the beginning of
+    some.
+    """
     classes = {type(module) for name, module in model.named_modules() if name}
-    codes = {inspect.unwrap(kind.forward).__code__: kind for kind in classes}
+    methods = {code: kind for kind in classes for base in reversed(kind.__mro__) for code in _codes_of(base)}
+    codes: dict[types.CodeType, type[nn.Module]] = methods | {inspect.unwrap(kind.forward).__code__: kind for kind in classes}
     for file, number, function in reversed(frames):
         for code, kind in codes.items():
             last = max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
-            if (file, function) == (code.co_filename, code.co_name) and code.co_firstlineno <= number <= last:
+            same = code.co_name == function or function.startswith("<")
+            if same and code.co_filename.endswith(file) and code.co_firstlineno <= number <= last:
                 return kind
     return None
+
+
+def _codes_of(base: type) -> list[types.CodeType]:
+    """The code of a class's own methods; none of torch's classes."""
+    if base is object or base.__module__.startswith("torch."):
+        return []
+    return [each.__code__ for each in vars(base).values() if isinstance(each, types.FunctionType)]
 
 
 @contextmanager

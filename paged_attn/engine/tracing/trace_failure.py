@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
+from sympy import Symbol
+from torch import SymInt, nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.hf.patch import can_be_hooked
 
+_PLACE = re.compile(r"(?:# |^)([^#\n]+?):(\d+) in (\S+)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(\S.*)')
 
 _STACK = "User stack:"
@@ -48,6 +51,30 @@ def not_traced(model: nn.Module, failure: Exception) -> NotTraced:
         refusal.frames = tuple((file, int(line), function) for file, line, function, _ in frames)
         return refusal
     return NotTraced(f"{name} {_CANNOT}; torch.compile says:\n{failure}\n")
+
+
+def counts_parts(model: nn.Module, args: Sequence[Any], first: int, last: int) -> CountsTokens:
+    """The refusal of a model whose traces hold for calls of `first` to `last` tokens, and then for the next so many: a loop over blocks.
+
+    Args:
+        args: the inputs of the last such trace, among them the number of tokens.
+    """
+    sizes = [arg for arg in args if isinstance(arg, SymInt) and isinstance(arg.node.expr, Symbol)]
+    guards = [guard for size in sizes[:1] for guard in size.node.shape_env.guards if _ends(guard.expr, size.node.expr, last)]
+    frames = [found for guard in guards if (found := _PLACE.search(guard.sloc.maybe_user_loc or ""))]
+    where = f", at {frames[0][1]}:{frames[0][2]}" if frames else ""
+    refusal = CountsTokens(
+        f"{type(model).__name__} {_CANNOT}: it holds for calls of {first} to {last} tokens only, and another one for the next longer "
+        f"calls{where}. Python loops over blocks of tokens do that; a reshape into blocks, and arange and comparisons of tensors, do not."
+    )
+    refusal.frames = tuple((file, int(line), function) for file, line, function in (found.groups() for found in frames[:1]))
+    return refusal
+
+
+def _ends(expression: Any, tokens: Symbol, last: int) -> bool:
+    """Whether a guard holds for calls of `last` tokens and not for one of the next."""
+    holds = [expression.subs(tokens, count) for count in (last, last + 1)]
+    return holds == [True, False]
 
 
 def lacks_fake(failure: BaseException | None) -> bool:

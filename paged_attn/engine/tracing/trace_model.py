@@ -34,7 +34,7 @@ from paged_attn.engine.tracing.repeated.expand import expand
 from paged_attn.engine.tracing.repeated.find import AlikeLayers, alike_layers
 from paged_attn.engine.tracing.repeated.marks import marked
 from paged_attn.engine.tracing.repeated.same_code import NotAlike, guards_of_trace
-from paged_attn.engine.tracing.trace_failure import CountsTokens, fails_in, lacks_fake, not_traced, unwrapped_refusals
+from paged_attn.engine.tracing.trace_failure import CountsTokens, counts_parts, fails_in, lacks_fake, not_traced, unwrapped_refusals
 from paged_attn.engine.tracing.while_tracing import (
     dynamo_unlogged,
     messages,
@@ -45,7 +45,7 @@ from paged_attn.engine.tracing.while_tracing import (
 )
 from paged_attn.passes.find.attention_site import UnknownAttention
 from paged_attn.passes.fx.model_facts import max_positions
-from paged_attn.passes.positions.independent_rows import FixedParts, MixesRows
+from paged_attn.passes.positions.independent_rows import MixesRows
 from paged_attn.passes.positions.row_replacement import MadeOfLength
 from paged_attn.passes.prove.mask_probe import ShortTable
 from paged_attn.passes.report import Rewrite
@@ -53,9 +53,10 @@ from paged_attn.stopwatch import part
 
 logger = logging.getLogger("paged_attn")
 TRACE_TOKENS = 6
-FEW_POSITIONS = 512  # rather than be limited to fewer, a model runs modules that fit no more tokens unchanged, on all tokens
+FEW_POSITIONS = 512  # rather than be limited to fewer, a model runs modules that mix tokens in longer calls unchanged, on all tokens
 NONE: Mapping[str, AllTokensCall] = types.MappingProxyType({})
 LONGEST_TRACE = 1 << 20
+PARTS = 3  # traces, each for longer calls than the one before and for none of its, that say that code runs once for so many tokens
 LONGEST_TRIED = 4096  # tokens of a call that only checks whether the model can run it
 
 
@@ -202,15 +203,16 @@ class Workarounds:
 def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: bool) -> tuple[CompiledGraph, list[Any]]:
     """A trace that holds for short calls only (a model that builds no mask below its window) is made again beyond that length.
 
+    Where each trace holds for a part of the lengths only, the model makes another graph for each number of blocks: CountsTokens is raised.
     A model that cannot run beyond it has no more positions (it asserts that, or slices a table), and its short trace is all there is.
     """
-    length, limited, layers = TRACE_TOKENS, False, _alike(model, positions)
+    length, limited, layers, parts, end = TRACE_TOKENS, False, _alike(model, positions), 0, 0
     best: tuple[CompiledGraph, list[Any]] | None = None  # holds as far as a table of the model goes
     while True:
         try:
             compiled, args = _capture(model, options, trace_inputs(model, length, positions), limited, layers)
         except UnsupportedError as refusal:
-            if isinstance(refusal, FixedParts) and length < FEW_POSITIONS:
+            if isinstance(refusal, MixesRows) and length < FEW_POSITIONS:
                 raise
             if best is not None:
                 _say_limit(model, length - 2, positions, refusal)
@@ -228,7 +230,10 @@ def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: b
                 refusal,
             )
             return short
-        bound = compiled.rewrite.form.max_tokens
+        bound, parts = compiled.rewrite.form.max_tokens, parts + 1 if compiled.rewrite.form.min_tokens > end else 0
+        if bound is not None and parts > PARTS:
+            raise counts_parts(model, args, compiled.rewrite.form.min_tokens, bound)
+        end = bound or 0
         if best is not None and compiled.split is None and bound is None:
             return best
         if bound is None or bound >= LONGEST_TRACE or limited:

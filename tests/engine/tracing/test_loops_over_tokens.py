@@ -146,6 +146,40 @@ def test_a_loop_beside_attention(kind: type[Loop], caplog: pytest.LogCaptureFixt
     assert "can only be captured" not in caplog.text  # it is served for more positions
 
 
+class Summaries(nn.Module):
+    """Each token takes in the means of the blocks before its own, which a loop over blocks computes (MoBA's own code): a trace holds for
+    one number of blocks, and none says that the number of tokens became a constant."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, positions: Tensor, past: Any = None) -> Tensor:
+        return x + self.out(self.before(x))
+
+    def before(self, x: Tensor) -> Tensor:
+        blocks = [x[:, at * BLOCK : (at + 1) * BLOCK].mean(1) for at in range((x.shape[1] + BLOCK - 1) // BLOCK)]
+        sums = F.pad(torch.stack(blocks, 1), (0, 0, 1, 0)).cumsum(1)
+        return sums[:, torch.arange(x.shape[1]) // BLOCK]
+
+
+def test_a_loop_over_blocks_of_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "paged_attn"):
+        assert assert_served(Model(Summaries, Attention).eval()) == [ALONE, "F.sdpa"]
+    assert "all tokens of a request run through layers.0, which" in caplog.text
+
+
+def test_a_loop_over_blocks_in_the_models_own_forward_is_refused() -> None:
+    class InForward(Model):
+        def forward(self, input_ids: Tensor, position_ids: Tensor, past: Any = None) -> Any:
+            x = super().forward(input_ids, position_ids)
+            return x + 0 * torch.stack([x[:, at * BLOCK : (at + 1) * BLOCK].mean() for at in range((x.shape[1] + 3) // BLOCK)]).sum()
+
+    words = r"InForward cannot be captured .*: it holds for calls of \d+ to \d+ tokens only, .*, at .*test_loops_over_tokens.py:\d+\. "
+    with pytest.raises(UnsupportedError, match=words):
+        LLM(InForward(Attention).eval(), num_pages=64)
+
+
 def test_a_number_in_the_code_from_which_on_a_call_is_another_is_tried() -> None:
     with pytest.raises(UnsupportedError, match=r"layers.0: a module that mixes .* a later token changes the result of an earlier one"):
         LLM(Model(ByLength, Attention).eval(), num_pages=64)
