@@ -5,9 +5,11 @@ A module that runs unchanged has no graph in which they would show.
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ MOST = 8  # numbers of a module
 CROWD, LATEST = 257, 2304  # tokens that exceed most capacities; numbers that are looked for in code
 STEP = 256  # lengths at which models are trained are multiples of it, and bases of frequencies are not
 _DEPTH, _FEW = 3, 64  # objects within objects; entries of a dict or list, and elements of a tensor, that are read
-_KNOWN = {"torch", "transformers", "numpy", "einops", *sys.stdlib_module_names}  # packages whose code holds no number of a model
+_OF_NO_MODEL = {"torch", "transformers", "paged_attn", *sys.stdlib_module_names}  # nor has an installed package numbers of a model
 _OF_ANY_MODULE = set(vars(nn.Module()))
 
 
@@ -46,9 +48,10 @@ def _whole_numbers(module: nn.Module) -> set[int]:
             named = len(reached.names)
             reached.seen.clear()
             for function in (*_functions(type(part)), *(each for each in vars(part).values() if isinstance(each, types.FunctionType))):
-                reached.add_function(function)
+                reached.add(function, 0)
             reached.add_attributes(part, 0)
             reached.add_attributes(getattr(part, "config", None), 0)
+            reached.read_functions()
         found |= reached.numbers
     return {int(number) for number in found if number == int(number)} - sizes
 
@@ -59,12 +62,15 @@ class _Reached:
     def __init__(self) -> None:
         self.numbers, self.names = set[float](), set[str]()
         self.seen = set[int]()
+        self._unread = list[types.FunctionType]()  # read one after the other: functions name functions name functions
 
-    def add_function(self, function: types.FunctionType) -> None:
+    def read_functions(self) -> None:
+        """Reads the functions that were added, and those that they name."""
+        while self._unread:
+            self._read(self._unread.pop())
+
+    def _read(self, function: types.FunctionType) -> None:
         """Its constants, and what it and the functions inside it name."""
-        if id(function) in self.seen:
-            return
-        self.seen.add(id(function))
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.add(value, 0)
         for cell in function.__closure__ or ():
@@ -82,13 +88,14 @@ class _Reached:
                 self._add_global(function, function.__globals__.get(name))
 
     def _add_global(self, function: types.FunctionType, value: Any) -> None:
-        """Functions of other packages hold numbers of their own; those of this one, and of the model's files, are read."""
+        """Functions of packages hold numbers of their own; those of this file, and of the model's other files, are read."""
         if isinstance(value, types.ModuleType):
-            if _package(value.__name__) not in _KNOWN:
+            if _is_a_models(value.__name__) and id(value) not in self.seen:
+                self.seen.add(id(value))
                 for name in self.names & vars(value).keys():
                     self._add_global(function, vars(value)[name])
         elif isinstance(value, (types.FunctionType, type)):
-            if value.__module__ == function.__module__ or _package(value.__module__) not in _KNOWN:
+            if value.__module__ == function.__module__ or _is_a_models(value.__module__):
                 self.add(value, 0)
         else:
             self.add(value, 0)
@@ -104,9 +111,11 @@ class _Reached:
             for each in list(value.values() if isinstance(value, dict) else value)[:_FEW] if depth < _DEPTH else ():
                 self.add(each, depth + 1)
         elif isinstance(value, types.FunctionType):
-            self.add_function(value)
+            if id(value) not in self.seen:
+                self.seen.add(id(value))
+                self._unread.append(value)
         elif isinstance(value, types.MethodType):
-            self.add_function(value.__func__)  # type: ignore[arg-type]
+            self.add(value.__func__, depth)
             self.add(value.__self__, depth + 1)
         elif isinstance(value, type):
             self._add_class(value, depth)
@@ -115,11 +124,11 @@ class _Reached:
             self.add_attributes(value, depth)
 
     def _add_class(self, kind: type, depth: int) -> None:
-        if id(kind) in self.seen or _package(kind.__module__) in _KNOWN:
+        if id(kind) in self.seen or not _is_a_models(kind.__module__):
             return
         self.seen.add(id(kind))
         for function in _functions(kind):
-            self.add_function(function)
+            self.add(function, depth)
         self._add_named(vars(kind), depth)
 
     def add_attributes(self, holder: Any, depth: int) -> None:
@@ -128,7 +137,7 @@ class _Reached:
             return
         self.seen.add(id(holder))
         for base in type(holder).__mro__ if isinstance(holder, nn.Module) else ():
-            if _package(base.__module__) != "torch":
+            if not base.__module__.startswith("torch."):
                 self._add_named({name: value for name, value in vars(base).items() if _is_number(value)}, depth)
         own = dict(getattr(holder, "__dict__", {}))
         if isinstance(holder, nn.Module):
@@ -146,8 +155,12 @@ def _is_number(value: object) -> bool:
     return type(value) in (int, float) and abs(value) < 1e9  # type: ignore[arg-type]
 
 
-def _package(module: str | None) -> str:
-    return (module or "").split(".")[0]
+@functools.cache
+def _is_a_models(module: str | None) -> bool:
+    """Whether a file may be a model's: not one of ours, of Python's library, or of an installed package."""
+    package = (module or "").split(".")[0]
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return package not in _OF_NO_MODEL and not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
 def _functions(kind: type) -> Iterator[types.FunctionType]:

@@ -36,7 +36,7 @@ def refuse_other_generate(model: nn.Module, num_ids: int, positions: bool) -> No
         positions: the engine serves what the model computes with position_ids 0, 1, ...
 
     Raises:
-        UnsupportedError: most steps give other logits.
+        UnsupportedError: already the prompt gives other logits. If only later steps do, with a cache, a warning says so.
     """
     if model_dtype(model).itemsize < 4 or getattr(type(model), "generate", None) is not GenerationMixin.generate:
         return
@@ -59,21 +59,22 @@ def refuse_other_generate(model: nn.Module, num_ids: int, positions: bool) -> No
     if failures:
         logger.info("%s.generate is not compared: %s: %s", type(model).__name__, type(failures[0]).__name__, failures[0])
         return
-    if not typical(errors) <= limit:
-        first = bool(errors[0] <= limit)
-        what = "with its cache, token by token," if first else "already for the prompt, in what it passes to forward,"
-        raise UnsupportedError(
-            f"{type(model).__name__}.generate() gives other logits than a call of all its tokens: {what} they are off by "
-            f"{typical(errors):.2g} of their size (allowed {limit:g}), so that there is no one answer to serve. "
-            + (
-                "Mend what its forward computes where it is given a cache (a mask or window by the length of the call, a shift without its "
-                "last token, keys that are dropped or rounded there). "
-                if first
-                else "Mend its prepare_inputs_for_generation, such as the positions there. "
-            )
-            + "If the calls of all tokens are right, give LLM a module around it whose forward(input_ids) returns model(input_ids).logits. "
-            "Nothing was generated."
-        )
+    if typical(errors) <= limit:
+        return
+    differs = f"{type(model).__name__}.generate() gives other logits than a call of all its tokens:"
+    by = f"off by {typical(errors):.2g} of their size (allowed {limit:g})"
+    if errors[0] <= limit:
+        logger.warning(
+            "%s with its cache, token by token, they are %s, because its forward computes something else where it is given a cache (a mask "
+            "or window by the length of the call, a shift without its last token, keys that are dropped or rounded there). What is served "
+            "are the calls of all tokens", differs, by,
+        )  # fmt: skip
+        return
+    raise UnsupportedError(
+        f"{differs} already for the prompt, in what it passes to forward, they are {by}, so that there is no one answer to serve. Mend its "
+        "prepare_inputs_for_generation, such as the positions there. If the calls of all tokens are right, give LLM a module around it "
+        "whose forward(input_ids) returns model(input_ids).logits. Nothing was generated."
+    )
 
 
 def _generated(model: Any, prompt: Tensor) -> tuple[Tensor, Tensor]:
