@@ -20,6 +20,7 @@ from paged_attn.backends.unit_stride import unit_last
 
 LONGEST_ROW = 40960  # bytes; longest weight row that a program can hold
 LONG = 16384  # elements; of longer rows that have a rest, a program takes one
+HEAD = 1 << 28  # elements of a weight, and more
 PROGRAM_ELEMENTS = 4096  # fewest elements of the weight per program, so that enough loads are in flight
 
 
@@ -37,7 +38,7 @@ _fast_one_row = FastKernel(one_row_kernel)
 
 def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel supports this dtype and size."""
-    blocks = _blocks(weight.shape[1])
+    blocks = _blocks(*weight.shape)
     long = (blocks.block + blocks.rest) * weight.itemsize > LONGEST_ROW
     return weight.is_floating_point() and 2 <= weight.itemsize <= 4 and weight.stride(1) == 1 and x.stride(-1) == 1 and not long
 
@@ -51,7 +52,7 @@ def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.
         return None
     count, length, bias = *weight.shape, unit_last(bias)
     out = x.new_empty((*x.shape[:-1], count), dtype=dtype)
-    blocks = _blocks(length)
+    blocks = _blocks(count, length)
     early = machine_of(x.device).early
     constants = {"BLOCK_N": blocks.rows, "BLOCK_K": blocks.block, "REST_K": blocks.rest, "HAS_BIAS": bias is not None, "EARLY": early}
     options = {"num_warps": blocks.warps, "launch_pdl": early}
@@ -62,9 +63,10 @@ def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.
 
 
 @functools.cache
-def _blocks(length: int) -> _Blocks:
-    """H200, TB/s of products of 56 MB of bf16 in a row, with one block and with two: 2,304 elements 3.20, 3.65; 2,880 3.37, 3.72;
-    5,120 3.37, 3.70; 11,008 3.44, 3.64; of 12 MB, where starting counts more, 2.40, 2.79; 2.58, 2.79; 2.21, 2.86; 2.20, 2.89.
+def _blocks(count: int, length: int) -> _Blocks:
+    """TB/s on an H200, bf16. One block and two, products of 56 MB in a row: 2,304 elements 3.20, 3.65; 2,880 3.37, 3.72; 5,120 3.37, 3.70;
+    11,008 3.44, 3.64; of 12 MB, where starting counts more: 2.40, 2.79; 2.58, 2.79; 2.21, 2.86; 2.20, 2.89. Two rows and four of a head:
+    201,088 x 2,880 3.96, 4.59; 163,840 x 2,304 4.56, 4.54; 202,048 x 5,120 4.64, 4.64.
     """
     whole = power_of_2(length)
     half = whole // 2
@@ -72,6 +74,8 @@ def _blocks(length: int) -> _Blocks:
     if length == whole or rest >= half:  # two blocks would be as large as one
         return _Blocks(max(PROGRAM_ELEMENTS // whole, 1), whole, 0, warps=8)  # a decode step takes 0.6 % less than with 4
     rows = 2 if length < LONG else 1
-    while rows * (half + rest) * 2 <= 2 * PROGRAM_ELEMENTS:
+    while rows * (half + rest) <= PROGRAM_ELEMENTS:
         rows *= 2
+    if count * length >= HEAD and length <= 2 * PROGRAM_ELEMENTS:
+        rows = max(rows, 4)
     return _Blocks(rows, half, rest, warps=4 if length <= 2 * PROGRAM_ELEMENTS else 8)
