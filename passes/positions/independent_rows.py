@@ -34,7 +34,8 @@ logger = logging.getLogger("paged_attn")
 
 FEWEST, TOKENS, MOST_TOKENS = 7, 37, 601
 WORK = {"cpu": 1 << 31, "cuda": 1 << 43}  # multiplications in each of the two runs
-FARTHEST, NUMBERS = 16384, 1 << 33  # distances that are looked for; numbers that are computed or drawn in each of the two runs
+FARTHEST = 16384  # distances that are looked for
+NUMBERS = {"cpu": 1 << 29, "cuda": 1 << 33}  # that are computed or drawn for one in each of the two runs: some seconds
 MOVED = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative to the largest value: rows may round differently where experts are added up
 MOVED_16_BIT = 2e-2
 FAR = (
@@ -143,12 +144,16 @@ def _lengths(graph: fx.Graph, form: CallForm, values: Values, longest: int | Non
     if any("_c10d_functional" in str(node.target) for node in graph.nodes):
         return [count for count in dict.fromkeys(min([count, *known]) for count in (TOKENS, FEWEST)) if count > 2]
     tensors = [value for value in values.values() if isinstance(value, Tensor)]
-    work = WORK["cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"]
+    work = WORK[_device_of(values)]
     most = min(MOST_TOKENS, work // max(1, sum(tensor.numel() for tensor in tensors)))
     sizes = {size for tensor in tensors for size in tensor.shape}
     wanted = [min([count, *known]) for count in (max(TOKENS, most), TOKENS, FEWEST)]
     found = [next((count for count in range(most, FEWEST, -1) if count not in sizes), most) for most in wanted]
     return [count for count in dict.fromkeys(found) if count > 2]
+
+
+def _device_of(values: Values) -> str:
+    return "cuda" if any(isinstance(value, Tensor) and value.is_cuda for value in values.values()) else "cpu"
 
 
 def _limits(form: CallForm, longest: int | None) -> list[int]:
@@ -166,7 +171,7 @@ def _far_lengths(graph: fx.Graph, form: CallForm, values: Values, longest: int |
         return []
     counts = [next(count for count in range(number + TOKENS, number + 2 * TOKENS + len(sizes)) if count not in sizes) for number in found]
     row = sum(_numel(node, form, 2) - _numel(node, form, 1) for node in graph.nodes)
-    few = [count for count in counts if count * row <= NUMBERS]
+    few = [count for count in counts if count * row <= NUMBERS[_device_of(values)]]
     if len(few) < len(counts):
         logger.info("%d tokens are too many to see whether rows so far apart are mixed", counts[-1])
     return few[-1:]
@@ -289,7 +294,9 @@ class _Run:
         if axis is None or axis == one.dim() - 1:
             return None
         shape = (*one.shape[:-1], len(known[weight].kept))
-        kept, fresh = (torch.randn(shape, generator=generator).to(one.device, one.dtype) for _ in range(2))
+        seed = int(torch.randint(1 << 31, (), generator=generator))
+        here = torch.Generator(one.device).manual_seed(seed)  # on a GPU, drawing on the host would take minutes
+        kept, fresh = (torch.randn(shape, generator=here, device=one.device, dtype=one.dtype) for _ in range(2))
         moved = ((one != other) & ~((one != one) & (other != other))).any(-1, keepdim=True)
         return _Values(kept, torch.where(moved, fresh, kept))
 
