@@ -15,6 +15,7 @@ import torch
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend
 from paged_attn.attn_ops.scans.kda import kda_extend
+from paged_attn.attn_ops.scans.linear import linear_attention_extend
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend
@@ -36,6 +37,24 @@ def extends(lengths: tuple[int, ...]) -> Extends:
 
 def far(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.float() - other.float()).abs().max() / other.float().abs().max())
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("k_dim, v_dim", [(128, 128), (64, 64), (128, 256)])
+def test_linear_attention(k_dim: int, v_dim: int, lengths: tuple[int, ...]) -> None:
+    """MiniMax's heads are 128 by 128, and each has a decay of its own."""
+    torch.manual_seed(0)
+    rows, heads, where = sum(lengths), 32, extends(lengths)
+    query, key = (torch.randn(rows, heads, k_dim, device="cuda", dtype=torch.bfloat16) * k_dim**-0.5 for _ in range(2))
+    value = torch.randn(rows, heads, v_dim, device="cuda", dtype=torch.bfloat16)
+    decay = -torch.rand(heads, device="cuda").expand(rows, heads)
+    states = [torch.randn(len(lengths) + 1, heads, k_dim, v_dim, device="cuda")]
+    states.append(states[0].clone())
+    outputs = [torch.empty_like(value) for _ in range(2)]
+    assert ssd.linear_attention(query, key, value, decay, outputs[0], False, states[0], where)
+    linear_attention_extend(query, key, value, decay, outputs[1], False, states[1], where)
+    assert far(outputs[0], outputs[1]) < CLOSE
+    assert far(states[0], states[1]) < CLOSE
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
