@@ -178,9 +178,7 @@ class _Probe:
         parts: list[Hashable] = [index[self.site.key], index[self.site.value]]
         for node in self.nodes:
             if node in given or node.op == "placeholder":
-                parts.append(
-                    (given.get(node), self.form.roles.get(node), str(value_of(node)) if node not in given else str(shape_of(node)))
-                )
+                parts.append((given.get(node), self.form.roles.get(node), _layout(node) if node in given else str(value_of(node))))
             else:
                 args: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"node {index[n]}" if n in index else str(shape_of(n)))
                 parts.append((node.op, str(node.target), repr(args)))
@@ -324,6 +322,11 @@ class _Probe:
         if isinstance(value, Tensor):
             return torch.zeros([int(with_tokens(size, self.form.num_tokens, TOKENS)) for size in value.shape], device=value.device)
         return with_tokens(value, self.form.num_tokens, TOKENS)
+
+
+def _layout(node: fx.Node) -> str:
+    """Trap: with its strides. Of weights that lie otherwise in memory, other views are the rows."""
+    return f"{shape_of(node)} {value_of(node).stride()}"
 
 
 def _one_part(wanted: Tensor, differs: str, pieces: str) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -163,6 +163,27 @@ def test_every_spelling_is_found(expand: Callable[..., KeysAndValues]) -> None:
     assert (spec.rank, spec.rotated, spec.key_dim, spec.value_dim, spec.scale) == (RANK, shared, NOPE, VALUE, 0.3)
     assert spec.rotated_first == (expand is rotated_first) and spec.kv_elements == RANK + shared
     assert "heads in order" in found.layers[0].proof
+
+
+class TwoLayers(nn.Module):
+    """Their weights are alike, but for how they lie in memory."""
+
+    def __init__(self, turned: Sequence[bool]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Latent(weight_by_columns) for _ in turned)
+        for layer, turn in zip(self.layers, turned, strict=True):
+            if turn:
+                layer.columns = nn.Parameter(layer.columns.detach().t().contiguous().t())
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        first, second = (layer(input_ids, position_ids) for layer in self.layers)
+        return first + second  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("turned", [(False, True), (True, False)])
+def test_weights_of_two_layers_lie_otherwise_in_memory(turned: Sequence[bool]) -> None:
+    found = assert_ragged_equals_alone(TwoLayers(turned), optional=LATENTS)
+    assert [isinstance(spec, LatentSpec) for spec in found.specs] == [not turn for turn in turned]
 
 
 class WrittenOut(Latent):
