@@ -133,7 +133,7 @@ def _without_stacks(graph: fx.Graph) -> None:
         dim %= stack.meta["val"].dim()
         if stack.target is aten.select_scatter.default and (stack.args[2] % stack.meta["val"].dim(), stack.args[3]) == (dim, index):
             node.replace_all_uses_with(stack.args[1])
-        elif stack.target is aten.cat.default and index >= 0:
+        elif stack.target is aten.cat.default and index >= 0 and _dim_of_cat(stack) == dim:
             parts = [part for part in stack.args[0] for _ in range(part.meta["val"].shape[dim])]
             if parts[index].meta["val"].shape[dim] == 1:
                 with graph.inserting_before(node):
@@ -141,6 +141,12 @@ def _without_stacks(graph: fx.Graph) -> None:
                 part.meta = node.meta
                 node.replace_all_uses_with(part)
     graph.eliminate_dead_code()
+
+
+def _dim_of_cat(node: fx.Node) -> int:
+    """Along which the parts of a cat lie, counted from the first."""
+    given: Any = node.args[1] if len(node.args) > 1 else 0
+    return int(given) % int(node.meta["val"].dim())
 
 
 def _for_any_rows(graph: fx.Graph) -> fx.Node:

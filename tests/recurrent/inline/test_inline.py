@@ -166,7 +166,18 @@ class Grouped(Retention):
         return torch.einsum("bghkv,bghk->bghv", state, q).flatten(1), state
 
 
-@pytest.mark.parametrize("mixer", [InPlace, Divided, Lerped, Addcmul, Grouped], ids=lambda mixer: mixer.__name__)
+class Joined(Retention):
+    """Takes a token out of what is joined along another dim."""
+
+    def token(self, row: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        widths = HEADS * KEYS, HEADS * KEYS, HEADS * VALUES
+        joined = torch.cat([linear(row[:, None]) for linear in (self.q, self.k, self.v)], -1)
+        q, k, v = (each.unflatten(-1, (HEADS, -1)) for each in joined[:, 0].split(widths, -1))
+        state = state * self.decay[:, None, None] + k.unsqueeze(-1) * v.unsqueeze(-2)
+        return (q.unsqueeze(-1) * state).sum(-2).flatten(1), state
+
+
+@pytest.mark.parametrize("mixer", [InPlace, Divided, Lerped, Addcmul, Grouped, Joined], ids=lambda mixer: mixer.__name__)
 def test_other_words_for_the_same(mixer: type[Mixer]) -> None:
     (layer,) = with_ops(layers_of(Model(mixer)))
     assert layer.ops, layer.why_no_ops
