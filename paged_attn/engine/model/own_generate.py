@@ -81,7 +81,7 @@ def _generated(model: Any, prompt: Tensor) -> tuple[Tensor, Tensor]:
     """All ids, and the logits [STEPS, vocabulary] of each new one."""
     settings = GenerationConfig(
         max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, num_beams=1, use_cache=True, output_logits=True,
-        return_dict_in_generate=True, pad_token_id=0,
+        return_dict_in_generate=True, pad_token_id=0, disable_compile=True,  # with a static cache it would, for four steps
     )  # fmt: skip
     output = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), generation_config=settings)
     return output.sequences[0, :-1], torch.cat(output.logits)

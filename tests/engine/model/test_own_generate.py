@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
 from paged_attn.engine.model.own_generate import refuse_other_generate
@@ -74,6 +74,18 @@ def test_generate_that_agrees(name: str, caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.INFO, "paged_attn"):
         refuse_other_generate(build_short(name), VOCAB, False)
     assert "not compared" not in caplog.text
+
+
+def test_nothing_is_compiled_for_a_few_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """On a GPU transformers compiles a model whose own settings ask for a static cache, which takes minutes."""
+    model = build_short("llama")
+    everywhere = CompileConfig()
+    everywhere._compile_all_devices = True
+    model.generation_config.update(cache_implementation="static", compile_config=everywhere)
+    model.get_compiled_call = lambda *_: pytest.fail("it is compiled")  # type: ignore[method-assign]
+    with caplog.at_level(logging.INFO, "paged_attn"):
+        refuse_other_generate(model, VOCAB, False)
+    assert not caplog.text
 
 
 def test_a_cache_by_another_name_is_not_compared(caplog: pytest.LogCaptureFixture) -> None:
