@@ -18,6 +18,8 @@ MOST = 8  # numbers of a module
 CROWD, LATEST = 257, 2304  # tokens that exceed most capacities; numbers that are looked for in code
 STEP = 256  # lengths at which models are trained are multiples of it, and bases of frequencies are not
 _DEPTH, _FEW = 3, 64  # objects within objects; entries of a dict or list, and elements of a tensor, that are read
+# Numbers of other things than tokens, under the names that configs have for them; also where no weight of the module has that size.
+_NO_LENGTHS = {"vocab_size", "hidden_size", "intermediate_size", "in_features", "out_features", "padding_idx", "rope_theta"}
 _OF_NO_MODEL = {"torch", "transformers", "paged_attn", *sys.stdlib_module_names}  # nor has an installed package numbers of a model
 _OF_ANY_MODULE = set(vars(nn.Module()))
 
@@ -30,7 +32,7 @@ def crowd_of(module: nn.Module) -> int:
 def numbers_in_code(module: nn.Module, least: int, most: int) -> list[int]:
     """The whole numbers between these two, both included, in the code of a module and of those inside it, and in what it names: plain
     attributes, those of their configs and classes, globals, defaults, closures, and small tensors and objects among these. Sizes of weights
-    are left out; at most MOST, the smallest ones."""
+    and token ids are left out; at most MOST, the smallest ones."""
     return sorted(number for number in _whole_numbers(module) if least <= number <= most)[:MOST]
 
 
@@ -108,7 +110,8 @@ class _Reached:
             if 0 < value.numel() <= _FEW and not value.is_meta and not value.is_complex():
                 self.numbers.update(float(number) for number in value.detach().flatten().tolist() if abs(number) < 1e9)
         elif isinstance(value, (dict, list, tuple, set, frozenset)):
-            for each in list(value.values() if isinstance(value, dict) else value)[:_FEW] if depth < _DEPTH else ():
+            held = [each for name, each in value.items() if not _is_no_length(name)] if isinstance(value, dict) else list(value)
+            for each in held[:_FEW] if depth < _DEPTH else ():
                 self.add(each, depth + 1)
         elif isinstance(value, types.FunctionType):
             if id(value) not in self.seen:
@@ -147,12 +150,16 @@ class _Reached:
 
     def _add_named(self, values: Any, depth: int) -> None:
         for name, value in list(values.items()):
-            if name in self.names:
+            if name in self.names and not _is_no_length(name):
                 self.add(value, depth + 1)
 
 
 def _is_number(value: object) -> bool:
     return type(value) in (int, float) and abs(value) < 1e9  # type: ignore[arg-type]
+
+
+def _is_no_length(name: object) -> bool:
+    return isinstance(name, str) and (name in _NO_LENGTHS or name.endswith("_token_id"))
 
 
 @functools.cache

@@ -85,3 +85,12 @@ def test_a_length_beyond_those_that_are_tried(number: int, expected: int | None)
         kept = number
 
     assert first_unproved_length(made(lambda m, x: x * m.kept, Scaled)) == expected
+
+
+@pytest.mark.parametrize("name", ["pad_token_id", "padding_idx", "vocab_size", "intermediate_size", "rope_theta", "original_length"])
+def test_what_a_config_calls_otherwise_is_no_length(name: str) -> None:
+    """Phi-3's tokens end with 32,000, which 256 divides: a module that names it served no longer requests."""
+    module = made(eval(f"lambda m, x: x.shape[1] > m.{name} or m.config.settings"))
+    setattr(module, name, 32000)
+    module.config = types.SimpleNamespace(settings={name: 32000})  # type: ignore[assignment]
+    assert first_unproved_length(module) == (32000 if name == "original_length" else None)
