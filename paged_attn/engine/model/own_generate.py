@@ -22,9 +22,10 @@ from paged_attn.tolerances import MULTIPLE, logits_limit, row_errors, typical
 logger = logging.getLogger("paged_attn")
 PROMPT, STEPS = 24, 4  # tokens; the first step is a call of the prompt, the others of one token each
 LEAST = 2e-3  # allowed at least: a recurrence rounds otherwise where it goes on from a state
+WITH_STATES = ", but for its recurrent layers: those compute the tokens of an answer as they do with a cache"
 
 
-def refuse_other_generate(model: nn.Module, num_ids: int, positions: bool) -> None:
+def refuse_other_generate(model: nn.Module, num_ids: int, positions: bool, recurrent: bool = False) -> None:
     """Compare the logits of a few greedy steps of transformers' `generate` with those of one call of all its tokens.
 
     Declines: a model in 16 bits, where rounding moves an expert's choice or a long recurrence as far as a mistake would; one without it or
@@ -34,6 +35,7 @@ def refuse_other_generate(model: nn.Module, num_ids: int, positions: bool) -> No
     Args:
         num_ids: token ids are drawn below that.
         positions: the engine serves what the model computes with position_ids 0, 1, ...
+        recurrent: it has layers with states, which compute each token of an answer from the state before it, as with a cache.
 
     Raises:
         UnsupportedError: already the prompt gives other logits. If only later steps do, with a cache, a warning says so.
@@ -67,7 +69,7 @@ def refuse_other_generate(model: nn.Module, num_ids: int, positions: bool) -> No
         logger.warning(
             "%s with its cache, token by token, they are %s, because its forward computes something else where it is given a cache (a mask "
             "or window by the length of the call, a shift without its last token, keys that are dropped or rounded there). What is served "
-            "are the calls of all tokens", differs, by,
+            "are the calls of all tokens%s", differs, by, WITH_STATES if recurrent else "",
         )  # fmt: skip
         return
     raise UnsupportedError(

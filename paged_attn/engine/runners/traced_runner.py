@@ -231,7 +231,7 @@ class TracedRunner:
         self._traced = GraphInputs(self.compiled.roles, traced)
         self._check(again=False)
         if self.compares and self.ranks is None and not isinstance(self.model, Body):
-            refuse_other_generate(self.model, self.token_ids.tried, self.follow_generate)
+            refuse_other_generate(self.model, self.token_ids.tried, self.follow_generate, bool(self.recurrent))
         self.compiled.changed_numbers(self._traced.all)  # from now on
 
     def _check(self, again: bool) -> None:

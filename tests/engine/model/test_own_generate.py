@@ -17,6 +17,7 @@ from paged_attn.engine.model.own_generate import refuse_other_generate
 from paged_attn.hf.cache_name import CACHE_NAME, CACHE_NAMES
 from tests.oracle import random_prompts
 from tests.tiny_models import VOCAB, build_short
+from tests.zoo.build import build
 
 
 def counting_otherwise() -> PreTrainedModel:
@@ -67,6 +68,23 @@ def test_a_cache_that_lacks_something(caplog: pytest.LogCaptureFixture) -> None:
     model.model.layers[0].register_forward_pre_hook(shifted_within_a_call)
     refuse_other_generate(model, VOCAB, False)
     assert "with its cache, token by token, they are off by" in caplog.text and "served are the calls of all tokens" in caplog.text
+
+
+def test_recurrent_layers_are_served_as_with_a_cache(caplog: pytest.LogCaptureFixture) -> None:
+    """Zamba2 limits its time steps from below only where it computes several tokens at once."""
+    model, (prompt,) = build("zamba2"), random_prompts((24,))
+    output = model.generate(
+        torch.tensor([prompt]), max_new_tokens=4, min_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    tokens = output.sequences[0, 24:]
+    alone = model(output.sequences).logits[0, 23:-1].log_softmax(-1)[range(4), tokens]
+    with_cache = torch.cat(output.logits).log_softmax(-1)[range(4), tokens]
+    with LLM(model, num_pages=20) as llm:
+        (got,) = llm.generate([prompt], SamplingParams(max_new_tokens=4, logprobs=1))
+    assert got.token_ids == tokens.tolist() and got.logprobs is not None
+    served = torch.tensor([row[token] for row, token in zip(got.logprobs, got.token_ids, strict=True)])
+    assert torch.allclose(served, with_cache, atol=1e-4) and not torch.allclose(served, alone, atol=1e-3)
+    assert "the calls of all tokens, but for its recurrent layers: those compute the tokens of an answer as they do" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "mixtral"])
