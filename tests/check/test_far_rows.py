@@ -43,12 +43,11 @@ def summarised(_: Any, x: Tensor) -> Tensor:
     return x + 4 * F.pad(blocks, (0, 0, 1, 0))[:, :-1].cumsum(1).repeat_interleave(FAR, 1)[:, :length]
 
 
-BESIDE_OTHERS = r"if the batch has other requests.*among \d+ tokens of other requests"
 MIXING: dict[str, tuple[Place, str]] = {
     "a shift": (shifted, "the model's forward: pad mixes tokens"),
     "a dilated convolution": (convolved, "the model's forward: pad mixes tokens"),
     "a capacity": (with_a_capacity, "the model's forward: cumsum mixes tokens"),
-    "blocks": (summarised, BESIDE_OTHERS),
+    "blocks": (summarised, "the model's forward: pad mixes tokens"),
     "a shift back": (lambda m, x: x + F.pad(x, (0, 0, 0, FAR))[:, FAR:], "the model's forward: pad mixes tokens"),
 }
 

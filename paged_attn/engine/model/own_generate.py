@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_may_fail
@@ -40,6 +39,8 @@ def refuse_other_generate(model: nn.Module, num_ids: int, positions: bool, recur
     Raises:
         UnsupportedError: already the prompt gives other logits. If only later steps do, with a cache, a warning says so.
     """
+    from transformers import GenerationMixin  # not at the top: importing it takes a second, and brings Inductor
+
     if model_dtype(model).itemsize < 4 or getattr(type(model), "generate", None) is not GenerationMixin.generate:
         return
     if gives_last_alone(model):
@@ -81,6 +82,8 @@ def refuse_other_generate(model: nn.Module, num_ids: int, positions: bool, recur
 
 def _generated(model: Any, prompt: Tensor) -> tuple[Tensor, Tensor]:
     """All ids, and the logits [STEPS, vocabulary] of each new one."""
+    from transformers import GenerationConfig
+
     settings = GenerationConfig(
         max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, num_beams=1, use_cache=True, output_logits=True,
         return_dict_in_generate=True, pad_token_id=0, disable_compile=True,  # with a static cache it would, for four steps
