@@ -96,11 +96,12 @@ def test_explain_says_how_each_layer_was_found_and_proved_and_what_is_not_paged(
 
 def test_explain_says_what_passes_did_besides_paging() -> None:
     llm = LLM(build("llama"), num_pages=8, merge_linears=True)
-    moved = llm.engine.runner.compiled.rewrite.counts["early_logits_gather"]
-    assert moved > 0
-    words = f"{moved} operations at the end compute the wanted rows only, 15 weights merged into 6"
+    counts = llm.engine.runner.compiled.rewrite.counts
+    moved, late = counts["early_logits_gather"], counts["late_views"]
+    assert moved > 0 and late > 0
+    words = f"{moved} operations at the end compute the wanted rows only, 15 weights merged into 6, {late} views and copies are made later"
     assert f"\n  besides      {words}\n" in explain(llm)
-    assert "besides" not in explain(LLM(build("llama"), num_pages=8, early_logits_gather=False))
+    assert "besides" not in explain(LLM(build("llama"), num_pages=8, early_logits_gather=False, disable_passes=("late_views",)))
 
 
 def test_explain_counts_what_runs_between_the_pieces_by_name() -> None:
