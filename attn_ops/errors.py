@@ -9,6 +9,18 @@ class UnsupportedError(ValueError):
     """A model, layer, call or request that paged_attn refuses because it cannot run it correctly."""
 
 
+class UnsupportedModule(UnsupportedError):
+    """One module of a model is refused as it is; it may run unchanged, on all tokens of a request.
+
+    Attributes:
+        module: its path; "" for what stands outside any module.
+    """
+
+    def __init__(self, module: str, words: str) -> None:
+        self.module = module
+        super().__init__(words)
+
+
 class ContextError(RuntimeError):
     """A forward context was entered, used or left in a way that would mix two batches."""
 

@@ -22,9 +22,7 @@ def one_row_kernel(
     w = tl.load(rows + k[None, :], mask=given & (k < length)[None, :], other=0.0, eviction_policy="evict_first")
     if REST_K > 0:
         rest_k = BLOCK_K + tl.arange(0, REST_K)
-        rest = tl.load(
-            rows + rest_k[None, :], mask=(n < count)[:, None] & (rest_k < length)[None, :], other=0.0, eviction_policy="evict_first"
-        )
+        rest = tl.load(rows + rest_k[None, :], mask=given & (rest_k < length)[None, :], other=0.0, eviction_policy="evict_first")
     if EARLY:
         tl.extra.cuda.gdc_wait()  # above: only reads of constants; below: reads of earlier kernels' results, and writes
         tl.extra.cuda.gdc_launch_dependents()  # not earlier: Inductor's kernels assume that the kernel before them has waited

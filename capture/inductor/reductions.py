@@ -41,8 +41,8 @@ def _of_columns(node: Any, numbers: sympy.Expr) -> bool:
     from torch._inductor.dependencies import MemoryDep
 
     reads = [read for read in node.read_writes.reads if isinstance(read, MemoryDep)]
-    told = [rows for read in reads if (rows := _rows(read, numbers)) is not None]
-    return not told or any(read.index.coeff(row) == 1 for read in reads for row in _rows(read, numbers) or ())
+    told = [(read, rows) for read in reads if (rows := _rows(read, numbers)) is not None]
+    return not told or any(read.index.coeff(row) == 1 for read, rows in told for row in rows)
 
 
 def _rows(read: Any, numbers: sympy.Expr) -> list[sympy.Symbol] | None:

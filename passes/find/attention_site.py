@@ -8,20 +8,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.errors import UnsupportedError, UnsupportedModule
 from paged_attn.passes.find.products import Product
 
 
-class UnknownAttention(UnsupportedError):
-    """A softmax over scores of tokens against tokens whose products could not be found.
-
-    Attributes:
-        module: path of the module that contains it; "" outside any module.
-    """
-
-    def __init__(self, module: str, words: str) -> None:
-        self.module = module
-        super().__init__(words)
+class UnknownAttention(UnsupportedModule):
+    """A softmax over scores of tokens against tokens whose products could not be found, in `module`."""
 
 
 class OtherTokens(UnsupportedError):

@@ -17,26 +17,16 @@ from torch import Tensor, fx
 
 from paged_attn.passes.find.attention_site import AttentionSite
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import is_view, name_of, shape_of, sizes_of, value_of, writers_of
+from paged_attn.passes.fx.graph_tools import JOINS, is_view, name_of, shape_of, sizes_of, value_of, writers_of
 from paged_attn.passes.fx.token_data import read_inputs, token_axis
 
 NARROW = 2  # a row is kept only if keys and values together are more than this many times as wide
-_PUT_TOGETHER = {"cat", "concat", "concatenate", "stack", "copy_", "setitem", "clone", "repeat", "repeat_interleave", "new_empty", "pad",
+_PUT_TOGETHER = JOINS | {"stack", "copy_", "setitem", "clone", "repeat", "repeat_interleave", "new_empty", "pad",
                  "empty", "empty_like", "new_zeros", "zeros", "zeros_like"}  # fmt: skip
 _PRODUCTS = {"linear", "matmul", "bmm", "mm", "addmm", "einsum"}
 _OTHER_SHAPE = {
-    "view",
-    "reshape",
-    "unsqueeze",
-    "squeeze",
-    "contiguous",
-    "expand",
-    "flatten",
-    "unflatten",
-    "transpose",
-    "permute",
-    "getitem",
-}
+    "view", "reshape", "unsqueeze", "squeeze", "contiguous", "expand", "flatten", "unflatten", "transpose", "permute", "getitem",
+}  # fmt: skip
 
 
 class RowProduct(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.errors import UnsupportedError, UnsupportedModule
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.kinds import KINDS
@@ -46,17 +46,16 @@ _COUNTED = (BATCH_POSITIONS, REQUEST_LENGTHS)
 _GIVEN = {kind.op for kind in KINDS} - {MODULE, *_COUNTED}  # their rows count as independent: the op's own proof says so
 
 
-class MixesRows(UnsupportedError):
-    """A part of the model mixes tokens, and is neither an attention nor a recurrent layer.
+class MixesRows(UnsupportedModule):
+    """`module` mixes tokens, and is neither an attention nor a recurrent layer.
 
     Attributes:
-        module: path of that module; "" outside any module.
         by_position: only a token at a far position affects others; other tokens do not.
     """
 
     def __init__(self, module: str, words: str, by_position: bool) -> None:
-        self.module, self.by_position = module, by_position
-        super().__init__(words)
+        self.by_position = by_position
+        super().__init__(module, words)
 
 
 class FixedParts(MixesRows):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.errors import UnsupportedModule
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import Writers, depends_on, name_of, value_of, writes_in_place, written_values
@@ -203,16 +203,8 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=limit, atol=limit * 0.1, equal_nan=True)
 
 
-class MadeOfLength(UnsupportedError):
-    """A value is made from the number of tokens in a way that has no row for each token.
-
-    Attributes:
-        module: path of the module that makes it; "" outside any module.
-    """
-
-    def __init__(self, module: str, words: str) -> None:
-        self.module = module
-        super().__init__(words)
+class MadeOfLength(UnsupportedModule):
+    """`module` makes a value from the number of tokens in a way that has no row for each token."""
 
 
 def refusal(node: fx.Node, what: str) -> MadeOfLength:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
-from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.errors import UnsupportedError, UnsupportedModule
 from paged_attn.attn_ops.model_code import model_may_fail
 from paged_attn.calling.call_signature import few_ids, plain_inputs, takes
 from paged_attn.calling.hf_configs import attention_implementation
@@ -43,10 +43,8 @@ from paged_attn.engine.tracing.while_tracing import (
     plain_buffers,
     plain_is_causal,
 )
-from paged_attn.passes.find.attention_site import UnknownAttention
 from paged_attn.passes.fx.model_facts import max_positions
 from paged_attn.passes.positions.independent_rows import MixesRows
-from paged_attn.passes.positions.row_replacement import MadeOfLength
 from paged_attn.passes.prove.mask_probe import ShortTable
 from paged_attn.passes.report import Rewrite
 from paged_attn.stopwatch import part
@@ -161,7 +159,7 @@ class Workarounds:
 
     def add_for(self, refusal: UnsupportedError) -> bool:
         """Add what the refusal of a trace calls for; False if nothing is known against it."""
-        if isinstance(refusal, (NeedsWholeRequest, UnknownAttention, MixesRows, MadeOfLength, CountsTokens)):
+        if isinstance(refusal, (NeedsWholeRequest, UnsupportedModule, CountsTokens)):
             return self._run_on_all_tokens(refusal)
         cause = refusal.__cause__
         if self.unknown is None and lacks_fake(cause):
@@ -181,7 +179,7 @@ class Workarounds:
         logger.info("%s branches on its data%s: it runs as one op, between the captured pieces", kind.__name__, self.opaque[kind])
         return True
 
-    def _run_on_all_tokens(self, refusal: NeedsWholeRequest | UnknownAttention | MixesRows | MadeOfLength | CountsTokens) -> bool:
+    def _run_on_all_tokens(self, refusal: NeedsWholeRequest | UnsupportedModule | CountsTokens) -> bool:
         modules = dict(self.model.named_modules())
         mixes: type[nn.Module] | None
         if isinstance(refusal, NeedsWholeRequest):
