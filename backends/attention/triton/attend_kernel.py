@@ -47,6 +47,52 @@ def scores(raw, scale, softcap, slope, bias_rows, position, keys, bias_width, bi
 
 
 @triton.jit
+def _read(at, there, d, WHOLE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Keys or values [keys, BLOCK] at addresses `at`, with zeros where there are none. WHOLE: all keys are `there`."""
+    if WHOLE and DIM == BLOCK:
+        read = tl.load(at)
+    elif DIM == BLOCK:
+        read = tl.load(at, mask=there[:, None], other=0.0)
+    else:
+        read = tl.load(at, mask=there[:, None] & (d < DIM)[None, :], other=0.0)
+    return read
+
+
+@triton.jit
+def _add_block(q, k, v, acc, m, norm, key, end, position, scale, softcap, slope, bias_rows, bias_width, row_mask, window, chunk,
+               MASK: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+               HAS_ALIBI: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Adds keys `key` [keys] to the sums of all rows. MASK: see `_walk`."""
+    raw = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+    s = scores(raw, scale, softcap, slope, bias_rows, position, key, bias_width, row_mask, HAS_SOFTCAP, HAS_ALIBI, BIAS)
+    if MASK != "none":
+        seen = (key < end)[None, :]
+        if MASK == "all":
+            if CAUSAL:
+                seen = seen & (key[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            if CHUNKS == "intra":
+                seen = seen & (key[None, :] // chunk == position[:, None] // chunk)
+            if CHUNKS == "successive":
+                seen = seen & (key[None, :] // chunk == position[:, None] // chunk - 1)
+            if CHUNKS == "inter":
+                seen = seen & (key[None, :] // chunk < position[:, None] // chunk - 1)
+        s = tl.where(seen, s, NO_KEY)
+    m_new = tl.maximum(m, tl.max(s, 1))
+    if MASK == "all":  # a row may not have seen a key yet
+        shift = tl.where(m_new == NO_KEY, 0.0, m_new)
+    else:
+        shift = m_new
+    alpha = tl.exp2(m - shift)
+    p = tl.exp2(s - shift[:, None])
+    norm = norm * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+    return acc, m_new, norm
+
+
+@triton.jit
 def _walk(q, acc, m, norm, begin, end, table, keys, values, page_stride, key_token_stride, value_token_stride,
           position, scale, softcap, slope, bias_rows, bias_width, row_mask, window, chunk,
           MASK: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -66,48 +112,28 @@ def _walk(q, acc, m, norm, begin, end, table, keys, values, page_stride, key_tok
         if MASK == "all" and (HAS_WINDOW or CHUNKS != "none"):  # pages before the first visible key may have been freed
             there = there & (page > 0)
         page = tl.load(table + (key + BLOCK_N) // PAGE_SIZE, mask=key + BLOCK_N < end, other=0)
-        k_at = keys + (base + token * key_token_stride)[:, None] + d[None, :]
-        v_at = values + (base + token * value_token_stride)[:, None] + dv[None, :]
-        if MASK == "none" and QK_DIM == BLOCK_D:
-            k = tl.load(k_at)
-        elif QK_DIM == BLOCK_D:
-            k = tl.load(k_at, mask=there[:, None], other=0.0)
-        else:
-            k = tl.load(k_at, mask=there[:, None] & (d < QK_DIM)[None, :], other=0.0)
-        if MASK == "none" and V_DIM == BLOCK_DV:
-            v = tl.load(v_at)
-        elif V_DIM == BLOCK_DV:
-            v = tl.load(v_at, mask=there[:, None], other=0.0)
-        else:
-            v = tl.load(v_at, mask=there[:, None] & (dv < V_DIM)[None, :], other=0.0)
-        raw = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-        s = scores(raw, scale, softcap, slope, bias_rows, position, key, bias_width, row_mask, HAS_SOFTCAP, HAS_ALIBI, BIAS)
-        if MASK != "none":
-            seen = (key < end)[None, :]
-            if MASK == "all":
-                if CAUSAL:
-                    seen = seen & (key[None, :] <= position[:, None])
-                if HAS_WINDOW:
-                    seen = seen & (key[None, :] > position[:, None] - window)
-                if CHUNKS == "intra":
-                    seen = seen & (key[None, :] // chunk == position[:, None] // chunk)
-                if CHUNKS == "successive":
-                    seen = seen & (key[None, :] // chunk == position[:, None] // chunk - 1)
-                if CHUNKS == "inter":
-                    seen = seen & (key[None, :] // chunk < position[:, None] // chunk - 1)
-            s = tl.where(seen, s, NO_KEY)
-        m_new = tl.maximum(m, tl.max(s, 1))
-        if MASK == "all":  # a row may not have seen a key yet
-            shift = tl.where(m_new == NO_KEY, 0.0, m_new)
-        else:
-            shift = m_new
-        alpha = tl.exp2(m - shift)
-        p = tl.exp2(s - shift[:, None])
-        norm = norm * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
-        m = m_new
+        k = _read(keys + (base + token * key_token_stride)[:, None] + d[None, :], there, d, MASK == "none", QK_DIM, BLOCK_D)
+        v = _read(values + (base + token * value_token_stride)[:, None] + dv[None, :], there, dv, MASK == "none", V_DIM, BLOCK_DV)
+        acc, m, norm = _add_block(q, k, v, acc, m, norm, key, end, position, scale, softcap, slope, bias_rows, bias_width, row_mask, window,
+                                  chunk, MASK, CAUSAL, HAS_WINDOW, CHUNKS, HAS_SOFTCAP, HAS_ALIBI, BIAS, PRECISION)  # fmt: skip
     return acc, m, norm
+
+
+@triton.jit
+def _first_block(keys, values, table, tile, kv_head, block, left, query_len, seq_len, window, chunk, page_stride, key_token_stride,
+                 key_head_stride, value_token_stride, value_head_stride, GROUP: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
+                 CHUNKS: tl.constexpr, ALIGN: tl.constexpr, PAGE_SIZE: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+    """The first keys of a program's first item, and their K and V, all from the pool: not the token of this step, which is the last one."""
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    _, _, low, high = tile_keys(tile, query_len, seq_len, window, chunk, GROUP, CAUSAL, HAS_WINDOW, CHUNKS, BLOCK_M, ALIGN)
+    key = low + block * BLOCK_N + tl.arange(0, BLOCK_N)
+    there = (key < high) & (key < seq_len - 1) & (left > 0)
+    base = tl.load(table + key // PAGE_SIZE, mask=there, other=0).to(tl.int64) * page_stride
+    token = key % PAGE_SIZE
+    k_at = keys + kv_head * key_head_stride + (base + token * key_token_stride)[:, None] + d[None, :]
+    v_at = values + kv_head * value_head_stride + (base + token * value_token_stride)[:, None] + dv[None, :]
+    return key, _read(k_at, there, d, False, QK_DIM, BLOCK_D), _read(v_at, there, dv, False, V_DIM, BLOCK_DV)
 
 
 @triton.jit
@@ -140,9 +166,13 @@ def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, 
            HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr, BIAS: tl.constexpr, HAS_LSE: tl.constexpr, FUSED_WRITE: tl.constexpr,
            ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
            KEEP_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-           ITEM_COST: tl.constexpr):  # fmt: skip
-    """One layer; grid (programs,). scale and softcap are floats; the other sizes are in elements."""
-    if EARLY:  # launched before the previous kernel has ended (PDL): wait for its results
+           FIRST_BLOCK_EARLY: tl.constexpr, ITEM_COST: tl.constexpr):  # fmt: skip
+    """One layer; grid (programs,). scale and softcap are floats; the other sizes are in elements.
+
+    EARLY: launched before the previous kernel has ended (PDL). FIRST_BLOCK_EARLY, only with FUSED_WRITE: reads what earlier steps wrote
+    before it waits for that kernel.
+    """
+    if EARLY and not FIRST_BLOCK_EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
@@ -153,6 +183,15 @@ def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, 
     part_slot = tl.load(mine + 7)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
+    if FIRST_BLOCK_EARLY:
+        early_key, early_k, early_v = _first_block(
+            keys, values, page_table + request.to(tl.int64) * table_stride, tile, kv_head, block, left, query_len, seq_len, window, chunk,
+            page_stride, key_token_stride, key_head_stride, value_token_stride, value_head_stride, GROUP, CAUSAL, HAS_WINDOW, CHUNKS,
+            ALIGN, PAGE_SIZE, QK_DIM, V_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
     items = 0
     while left > 0:
         first, last, low, high = tile_keys(tile, query_len, seq_len, window, chunk, GROUP, CAUSAL, HAS_WINDOW, CHUNKS, BLOCK_M, ALIGN)
@@ -192,6 +231,12 @@ def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, 
                             mask=has_new & (dv < V_DIM), other=0.0).to(values.dtype.element_ty)  # fmt: skip
 
         begin = low + block * BLOCK_N
+        if FIRST_BLOCK_EARLY:
+            if (items == 0) & (begin < end):
+                acc, m, norm = _add_block(q, early_k, early_v, acc, m, norm, early_key, end, position, scale, softcap, slope, bias_rows,
+                                          bias_width, row_mask, window, chunk, "length", CAUSAL, HAS_WINDOW, CHUNKS, HAS_SOFTCAP, HAS_ALIBI,
+                                          BIAS, PRECISION)  # fmt: skip
+                begin += BLOCK_N
         if ROWS != "more":  # one query sees all of its keys; with "all", every block is masked, so that all rows run the same code
             acc, m, norm = _walk(
                 q, acc, m, norm, begin, end, table, head_keys, head_values, page_stride, key_token_stride, value_token_stride, position,

@@ -70,7 +70,8 @@ class LayerLaunch:
                 "QK_DIM": spec.qk_head_dim, "V_DIM": spec.v_head_dim, "HAS_ALIBI": spec.alibi_slopes is not None,
                 "BIAS": spec.bias_index or "none", "FUSED_WRITE": self.fused_write, "ALIGN": kind.align,
                 "BLOCK_D": power_of_2(max(spec.qk_head_dim, 16)), "BLOCK_DV": power_of_2(max(spec.v_head_dim, 16)),
-                "KEEP_ROWS": kept_rows(kind), "MERGE_PARTS": tiling.merge_parts, "EARLY": tiling.early, "ITEM_COST": tiling.item_cost,
+                "KEEP_ROWS": kept_rows(kind), "MERGE_PARTS": tiling.merge_parts, "EARLY": tiling.early,
+                "FIRST_BLOCK_EARLY": tiling.first_block_early and self.fused_write, "ITEM_COST": tiling.item_cost,
             }  # fmt: skip
             self.options = {"num_warps": tiling.warps, "num_stages": tiling.stages, "launch_pdl": tiling.early}
         self.constants = shared | own

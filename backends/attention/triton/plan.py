@@ -38,8 +38,8 @@ class Plan:
         new, machine = batch.query_lens_host, machine_of(batch.slots.device)
         lengths = batch.seq_lens_host
         longest, context, total = max(new, default=0), max(lengths, default=0), sum(lengths)
-        in_prompts = sum(length for length, count in zip(lengths, new, strict=True) if count > 1) if longest > 1 else 0
-        decodes = new.count(1)
+        decoded = [length for length, count in zip(lengths, new, strict=True) if count == 1]
+        decodes = len(decoded)
         first = 0 if deterministic or any(count != 1 for count in new[:decodes]) else decodes  # decodes, if they come before all prompts
         rows: list[RowsKind] = []
         if deterministic:
@@ -47,15 +47,16 @@ class Plan:
         else:
             rows += ["one"] if decodes else []
             rows += ["more"] if longest > 1 else []
-        keys: dict[RowsKind, int] = {"one": total, "together": total - in_prompts, "more": in_prompts, "all": total}
+        alone = sum(decoded)
+        keys: dict[RowsKind, int] = {"one": alone, "together": alone, "more": total - alone, "all": total}
         kinds_of_layers = layer_kinds(pool)
         machine = machine if kinds_of_layers.aligned else replace(machine, hopper=False)
         indices: dict[PartitionKind, int] = {}
         by_kind = []
         for spec in kinds_of_layers.specs:
-            together = shares_keys(spec, pool.dtype, first, keys["together"], machine)
+            together = shares_keys(spec, pool.dtype, first, alone, machine)
             of_spec: list[RowsKind] = ["together" if together and each == "one" else each for each in rows]
-            kinds = [PartitionKind.of(spec, r, tiling(r, spec, pool.dtype, longest, context, keys[r], machine)) for r in of_spec]
+            kinds = [PartitionKind.of(spec, r, tiling(r, spec, pool.dtype, longest, context, keys[r], machine, decodes)) for r in of_spec]
             by_kind.append(tuple(indices.setdefault(kind, len(indices)) for kind in kinds))
         shares = [
             WorkPartition.allocate(kind, batch, machine.multiprocessors, first if kind.rows == "together" else len(new)) for kind in indices

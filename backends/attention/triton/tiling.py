@@ -4,6 +4,12 @@ Measured on one H200 (triton 3.6.0, torch 2.11, 2026-11-21) with `python benchma
 - Decode: 64 keys, 4 warps, 3 stages, 2 programs per multiprocessor were best or within 1 % of it on six of seven shapes. One request of
   4,096 tokens gains 8 % from one program per multiprocessor, which halves the parts to merge, and from an early launch, which is slower on
   all other shapes. Counting an item as 3 blocks more made ragged batches (64 to 16,384 tokens) 1.17 to 1.37 times as fast.
+- What attention adds to a chain of products that are launched early, as in a model (H200, 2026-11-30, us; Llama 3.1 8B, one request of 300,
+  600, 1,200 tokens): 7.1, 7.6, 12.3. Without a pipeline, for which a program with one block of keys only waits, 5.2, 6.1, 10.4; with 8 warps
+  4.9, 5.6, 10.0; with the first block requested before the previous kernel has ended 3.1, 4.3, 8.8. Blocks of 128 keys: 4.9, 5.7, 7.4.
+  gpt-oss (heads of 64): 5.1, 5.7, 9.3 before, 3.1, 3.9, 7.5 with blocks of 64, 3.3, 3.4, 4.7 with 128. Two and four requests of 600 tokens
+  (Llama): 8.7 and 13.8 before, 9.1 and 13.8 with blocks of 64, 7.6 and 12.7 with 128 and nothing early; eight: 13.5 before, 16.6. Two programs
+  per multiprocessor are slower in all of these (one request of 600 tokens 5.4).
 - Tiles of several requests are from one H100 (2026-11-27, `benchmarks/results/shared_prefix_h100.json`): with 32 heads over 8, 64 requests
   that share 2,048 tokens take 109 us separately, 39 with tiles of 16 rows, 38 with 32. If nothing is shared, 32 rows cost 4 to 14 % more,
   16 rows 0 to 1.5 us. Three blocks for an item are within 2 % of six, and merging two parts at once is within 2 % of four or eight.
@@ -33,6 +39,7 @@ from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.machine import Machine, power_of_2
 
 RowsKind = Literal["one", "together", "more", "all"]
+FEW_ITEMS = 32  # most items of a decode step (a KV head of a request each) of which a program gets a block or two
 TOGETHER = 16  # fewest requests for tiles that hold several of them
 HOPPER_BYTES = 224 << 10  # shared memory for tiles: 227 KiB minus layout conversions and barriers
 
@@ -49,6 +56,7 @@ class Tiling:
         part_blocks: 0, or the fixed number of blocks after which an item is cut (deterministic).
         item_cost: time of an item besides its blocks, in blocks.
         early: launch before the previous kernel has ended (programmatic dependent launch).
+        first_block_early: a program reads the first keys and values of a decode step before it waits for that kernel.
         hopper: run `attend_hopper` in place of `attend_kernel`; `stages` are then its buffers for K and for V.
         query_tiles: tiles of queries in its memory; with two, the next is copied while the consumers work on the last.
         producer_registers: registers of a copying thread of `attend_hopper`; the two consumers share the rest.
@@ -65,6 +73,7 @@ class Tiling:
     part_blocks: int = 0
     item_cost: int = 0
     early: bool = False
+    first_block_early: bool = False
     hopper: bool = False
     query_tiles: int = 2
     producer_registers: int = 72
@@ -73,27 +82,29 @@ class Tiling:
 
 
 def tiling(
-    rows: RowsKind, spec: AttentionSpec, dtype: torch.dtype, longest_query: int, longest_context: int, total_keys: int, machine: Machine
-) -> Tiling:
+    rows: RowsKind, spec: AttentionSpec, dtype: torch.dtype, longest_query: int, longest_context: int, total_keys: int, machine: Machine,
+    decodes: int = 1,
+) -> Tiling:  # fmt: skip
     """The tiling for requests with one new token ("one"), with more, or for all alike, which makes results independent of the batch.
 
-    `longest_query` and `longest_context`: the most new tokens, and total tokens, of a request; `total_keys`: over all requests or, with
-    "more", over those with several new tokens.
+    `longest_query` and `longest_context`: the most new tokens, and total tokens, of a request; `total_keys`: over all requests that the
+    launch serves; `decodes`: the number of requests with one new token.
     """
-    found = _tiling(rows, spec, dtype, longest_query, longest_context, total_keys, machine)
+    found = _tiling(rows, spec, dtype, longest_query, longest_context, total_keys, machine, decodes)
     return found if found.hopper else _fitting(found, spec, dtype.itemsize, machine.shared_bytes)
 
 
 def _tiling(
-    rows: RowsKind, spec: AttentionSpec, dtype: torch.dtype, longest_query: int, longest_context: int, total_keys: int, machine: Machine
-) -> Tiling:
+    rows: RowsKind, spec: AttentionSpec, dtype: torch.dtype, longest_query: int, longest_context: int, total_keys: int, machine: Machine,
+    decodes: int = 1,
+) -> Tiling:  # fmt: skip
     if isinstance(spec, LatentSpec):
         return _latent(rows, spec, dtype, longest_query, machine)
     dim = power_of_2(max(spec.qk_head_dim, spec.v_head_dim, 16))
     if rows == "together":
-        return replace(_decode(dim, spec, dtype, total_keys, machine), merge_parts=2, early=False)
+        return replace(_decode(dim, spec, dtype, total_keys, machine, decodes), merge_parts=2, early=False)
     if rows == "one":
-        return _decode(dim, spec, dtype, total_keys, machine)
+        return _decode(dim, spec, dtype, total_keys, machine, decodes)
     if rows == "more":
         found = _extend(dim, spec, dtype, longest_query, longest_context, machine)
         return replace(found, waves=_waves(spec, longest_query, longest_context, total_keys, found, machine)) if found.hopper else found
@@ -150,7 +161,8 @@ def shares_keys(spec: AttentionSpec, dtype: torch.dtype, requests: int, total_ke
     plain = spec.sliding_window is None and spec.chunk is None and spec.alibi_slopes is None and spec.bias_index is None and spec.causal
     if isinstance(spec, LatentSpec) or not plain or requests < TOGETHER or total_keys <= few_keys(spec, dtype, machine):
         return False
-    return _decode(power_of_2(max(spec.qk_head_dim, spec.v_head_dim, 16)), spec, dtype, total_keys, machine).block_m >= 2 * spec.group_size
+    dim = power_of_2(max(spec.qk_head_dim, spec.v_head_dim, 16))
+    return _decode(dim, spec, dtype, total_keys, machine, requests).block_m >= 2 * spec.group_size
 
 
 def few_keys(spec: AttentionSpec, dtype: torch.dtype, machine: Machine) -> int:
@@ -164,13 +176,17 @@ def _decode_block_n(spec: AttentionSpec) -> int:
     return 64 if max(spec.qk_head_dim, spec.v_head_dim) <= 128 else 32
 
 
-def _decode(dim: int, spec: AttentionSpec, dtype: torch.dtype, total_keys: int, machine: Machine) -> Tiling:
+def _decode(dim: int, spec: AttentionSpec, dtype: torch.dtype, total_keys: int, machine: Machine, decodes: int) -> Tiling:
     block_m = min(max(16, power_of_2(spec.group_size)), 64)
     if dtype.itemsize > 2:
         return Tiling(block_m, 16, 4, 2, 2, 2)
     block_n = _decode_block_n(spec)
     merge_parts = 8 if block_m == 16 and dim <= 128 else 2
     if total_keys <= few_keys(spec, dtype, machine):
+        if decodes * spec.num_kv_heads <= FEW_ITEMS:
+            alone = decodes == 1
+            keys = 64 if dim > 128 or (dim > 64 and alone) else 128
+            return Tiling(block_m, keys, 8, 1, 1, merge_parts, early=machine.early, first_block_early=alone)
         return Tiling(block_m, block_n, 4, 3, 1, merge_parts, early=machine.early)
     return Tiling(block_m, block_n, 4, 3, 2, merge_parts, item_cost=3)
 

@@ -129,6 +129,9 @@ class WorkPartition:
             self.constants | {"KV_HEADS": kind.kv_heads, "BLOCK_P": 16, "BLOCK_R": block_r},
             {"num_warps": 4}, device,
         )  # fmt: skip
+        if kind.tiling.early and kind.tiling.first_block_early:
+            # Such a kernel reads `work` before it waits for what was launched last, which therefore must not be the kernel above.
+            self.counters.zero_()
 
 
 def num_parts(kind: PartitionKind, seq_lens: Sequence[int], query_lens: Sequence[int]) -> int:

@@ -115,6 +115,18 @@ def test_items_cut_into_many_parts(monkeypatch, lengths):
     agree(make(lengths, spec_of("sinks"), page_size=16), TRITON)
 
 
+@pytest.mark.parametrize("feature", ["plain", "window", "gqa_7_sinks"])
+@pytest.mark.parametrize("lengths", [[(100, 1)], [(90, 1), (1, 1), (40, 1)], [(60, 6), (50, 1), (5, 1)]])
+def test_the_first_block_is_read_early(monkeypatch, lengths, feature):
+    """Programs with a block, several, parts of two items, or nothing; in a mixed step, whose KV is stored just before, nothing is early."""
+    chosen = lambda rows, *given: replace(tiling.tiling(rows, *given), stages=1, first_block_early=rows == "one")  # noqa: E731
+    monkeypatch.setattr("paged_attn.backends.attention.triton.plan.tiling", chosen)
+    for multiprocessors in (3, 33):
+        machine = Machine(multiprocessors, hopper=False, early=False)
+        monkeypatch.setattr("paged_attn.backends.attention.triton.plan.machine_of", lambda device, machine=machine: machine)
+        agree(make(lengths, spec_of(feature), page_size=16), TRITON)
+
+
 @pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 256])
 def test_head_dims_that_are_no_power_of_two(head_dim):
     agree(make([(20, 1), (7, 3)], spec_of(dim=head_dim), page_size=4), TRITON)
@@ -279,9 +291,16 @@ def test_tilings_fit_the_machine():
             assert tiles.hopper and (tiles.block_n, tiles.stages, tiles.query_tiles) == numbers[context < 2048]
             assert 2 * (128 * qk * tiles.query_tiles + tiles.block_n * tiles.stages * (qk + v)) <= tiling.HOPPER_BYTES
     assert not tiling.tiling("more", spec_of_dims(128, 128), torch.float32, 512, 9000, 512, hopper).hopper
-    short, long = (tiling.tiling("one", spec, torch.bfloat16, 1, keys, keys, hopper) for keys in (4096, 1 << 20))
-    assert (short.programs_per_sm, long.programs_per_sm) == (1, 2)
-    assert short.early and not long.early
+    one, few, short, long = (
+        tiling.tiling("one", spec, torch.bfloat16, 1, keys, keys, hopper, decodes)
+        for keys, decodes in ((4096, 1), (4096, 4), (4096, 40), (1 << 20, 1))
+    )
+    assert [(each.programs_per_sm, each.stages, each.block_n) for each in (one, few, short, long)] == [
+        (1, 1, 64), (1, 1, 128), (1, 3, 64), (2, 3, 64)
+    ]  # fmt: skip
+    assert [(each.early, each.first_block_early) for each in (one, few, short, long)] == [
+        (True, True), (True, False), (True, False), (False, False)
+    ]  # fmt: skip
     assert not tiling.tiling("one", spec, torch.bfloat16, 1, 4096, 4096, replace(hopper, early=False)).early
 
 

@@ -107,14 +107,16 @@ def test_one_token_is_not_sorted(ids: list[int], transposed: bool, tiling: Group
 @pytest.mark.parametrize(
     ("top_k", "hidden", "width", "narrow"), [(4, 2880, 2880, (False, False)), (1, 5120, 8192, (True, True)), (2, 4096, 4608, (False, True))]
 )
-def test_one_token_gets_narrow_blocks_where_wide_ones_leave_half_of_the_gpu_idle(
+def test_one_token_gets_more_loads_and_narrow_blocks_where_wide_ones_leave_half_of_the_gpu_idle(
     top_k: int, hidden: int, width: int, narrow: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine of an H200's size; on a gaming GPU buffers shrink until they fit."""
     w1, w2 = torch.empty(8, 2 * width, hidden, device="meta", dtype=torch.bfloat16), torch.empty(8, hidden, width, device="meta")
     monkeypatch.setattr(grouped, "machine_of", lambda _: Machine(132, True, True, shared_bytes=227 << 10, sm90_or_newer=True))
     found = grouped.tilings_for_one(w1, w2, top_k, True)
-    assert [(each.m, each.n, each.k, each.stages) for each in found] == [(16, 64, 128, 5) if each else (16, 128, 128, 3) for each in narrow]
+    wide = ((16, 128, 64, 8, 4), (16, 128, 64, 4, 5))
+    expected = [(16, 64, 128, 4, 5) if each else own for each, own in zip(narrow, wide, strict=True)]
+    assert [(each.m, each.n, each.k, each.warps, each.stages) for each in found] == expected
     assert grouped.tilings_for_one(w1.float(), w2, top_k, True) == (grouped.tiling_for(0.1, w1.float(), True),) * 2
     monkeypatch.setattr(grouped, "machine_of", lambda _: Machine(132, False, False, shared_bytes=99 << 10))
     for each, halves in zip(grouped.tilings_for_one(w1, w2, top_k, True), (2, 1), strict=True):
