@@ -49,12 +49,12 @@ class TritonBackend(AttentionBackend):
             import triton  # noqa: F401
         from paged_attn.backends.attention.triton.latent.launch import LatentLaunch
         from paged_attn.backends.attention.triton.launch import LayerLaunch
-        from paged_attn.backends.attention.triton.plan import Plan, small_step
+        from paged_attn.backends.attention.triton.plan import Plan, small_steps
         from paged_attn.backends.attention.triton.tiling import in_hopper_kernel
         from paged_attn.backends.kv_write.launch import store_rows
         from paged_attn.backends.machine import machine_of
 
-        self._small_step, self._in_hopper_kernel, self._machine_of = small_step, in_hopper_kernel, machine_of
+        self._small_steps, self._in_hopper_kernel, self._machine_of = small_steps, in_hopper_kernel, machine_of
         self._make_plan, self._layer_launch, self._latent_launch, self._store_rows = Plan.of, LayerLaunch.of, LatentLaunch.of, store_rows
         self._launches: WeakKeyDictionary[KVPool, dict[tuple[Any, ...], LayerLaunch | LatentLaunch]] = WeakKeyDictionary()
 
@@ -70,18 +70,17 @@ class TritonBackend(AttentionBackend):
         return GraphSupport.NEVER if self.deterministic else super().graph_support()
 
     def graph_lengths(self, requests: int, max_context: int, pool: KVPool) -> tuple[int, ...]:
-        """One graph for steps with few keys, launched as `tiling` says for those, and one for all others, if both can occur."""
-        few = self._small_step(pool)
-        return (few // requests, max_context) if self._has_small(requests, few) and few < requests * max_context else (max_context,)
-
-    @staticmethod
-    def _has_small(requests: int, few: int) -> bool:
-        """Whether a second graph is worth its memory: not if only the shortest contexts would count as small."""
-        return few // max(requests, 1) >= SHORTEST_SMALL
+        """A graph for each kind of step that can occur, launched as `tiling` says for it: few keys, and all others."""
+        small = self._small(pool, requests)
+        return (*(keys // requests for keys in small if keys < requests * max_context), max_context)
 
     def graph_variant(self, batch: Batch, pool: KVPool) -> int:
-        few = self._small_step(pool)
-        return int(self._has_small(batch.num_requests, few) and few < sum(batch.seq_lens_host))
+        keys = sum(batch.seq_lens_host)
+        return sum(small < keys for small in self._small(pool, batch.num_requests))
+
+    def _small(self, pool: KVPool, requests: int) -> list[int]:
+        """Keys of the kinds of small steps that are worth the memory of a graph: not if only the shortest contexts would count."""
+        return [keys for keys in self._small_steps(pool, max(requests, 1)) if keys // max(requests, 1) >= SHORTEST_SMALL]
 
     def forward(
         self, plan: Any, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,

@@ -14,7 +14,7 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec, ChunkPart
 from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
-from paged_attn.backends.attention.triton.tiling import RowsKind, few_keys, shares_keys, tiling
+from paged_attn.backends.attention.triton.tiling import RowsKind, few_keys, one_block_keys, shares_keys, tiling
 from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition, partial_rows
 from paged_attn.backends.machine import machine_of, power_of_2
 
@@ -110,10 +110,14 @@ def attentions(spec: AttentionSpec) -> tuple[AttentionSpec, ...]:
     return (spec,) if spec.by_backend else ()
 
 
-def small_step(pool: KVPool) -> int:
-    """The most keys, over all requests, with which a decode step counts as small for every kind of layer of the pool (see `few_keys`).
+def small_steps(pool: KVPool, requests: int) -> tuple[int, ...]:
+    """The most keys, over all requests, of the kinds of decode steps below the largest one: those whose programs have a block each, of a
+    single request, and those that count as small (see `few_keys`); for every kind of layer of the pool, ascending.
 
     Layers of latents are launched in the same way for all steps.
     """
     machine, specs = machine_of(pool.device), layer_kinds(pool).specs
-    return min((few_keys(spec, pool.dtype, machine) for spec in specs if not isinstance(spec, LatentSpec)), default=0)
+    given = [spec for spec in specs if not isinstance(spec, LatentSpec)]
+    few = min((few_keys(spec, pool.dtype, machine) for spec in given), default=0)
+    alone = min((keys for spec in given if (keys := one_block_keys(spec, machine))), default=few) if requests == 1 else few
+    return (alone, few) if alone < few else (few,)

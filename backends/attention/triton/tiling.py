@@ -172,6 +172,11 @@ def few_keys(spec: AttentionSpec, dtype: torch.dtype, machine: Machine) -> int:
     return 8 * _decode_block_n(spec) * machine.multiprocessors // spec.num_kv_heads
 
 
+def one_block_keys(spec: AttentionSpec, machine: Machine) -> int:
+    """The most keys of a single request with which each program has at most one block of 64; 0 for narrow heads, whose tiling stays."""
+    return 0 if max(spec.qk_head_dim, spec.v_head_dim) <= 64 else 64 * machine.multiprocessors // spec.num_kv_heads
+
+
 def _decode_block_n(spec: AttentionSpec) -> int:
     return 64 if max(spec.qk_head_dim, spec.v_head_dim) <= 128 else 32
 
@@ -180,15 +185,15 @@ def _decode(dim: int, spec: AttentionSpec, dtype: torch.dtype, total_keys: int, 
     block_m = min(max(16, power_of_2(spec.group_size)), 64)
     if dtype.itemsize > 2:
         return Tiling(block_m, 16, 4, 2, 2, 2)
-    block_n = _decode_block_n(spec)
     merge_parts = 8 if block_m == 16 and dim <= 128 else 2
-    if total_keys <= few_keys(spec, dtype, machine):
-        if decodes * spec.num_kv_heads <= FEW_ITEMS:
-            alone = decodes == 1
-            keys = 64 if dim > 128 or (dim > 64 and alone) else 128
-            return Tiling(block_m, keys, 8, 1, 1, merge_parts, early=machine.early, first_block_early=alone)
-        return Tiling(block_m, block_n, 4, 3, 1, merge_parts, early=machine.early)
-    return Tiling(block_m, block_n, 4, 3, 2, merge_parts, item_cost=3)
+    seen = total_keys if spec.sliding_window is None else min(total_keys, decodes * spec.sliding_window)
+    if seen > few_keys(spec, dtype, machine):
+        return Tiling(block_m, _decode_block_n(spec), 4, 3, 2, merge_parts, item_cost=3)
+    if decodes * spec.num_kv_heads > FEW_ITEMS:
+        return Tiling(block_m, _decode_block_n(spec), 4, 3, 1, merge_parts, early=machine.early)
+    first_early = decodes == 1 and (dim <= 64 or seen <= one_block_keys(spec, machine))
+    keys = 64 if dim > 128 or (dim > 64 and first_early) else 128
+    return Tiling(block_m, keys, 8, 1, 1, merge_parts, early=machine.early, first_block_early=first_early)
 
 
 def _extend(dim: int, spec: AttentionSpec, dtype: torch.dtype, longest_query: int, longest_context: int, machine: Machine) -> Tiling:

@@ -162,7 +162,7 @@ def kinds(count: int) -> st.SearchStrategy[list[AttentionSpec]]:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    layers=kinds(3), dtype=st.sampled_from([torch.float32, FP16]), requests=st.sampled_from([2, 3, 8, 64]),
+    layers=kinds(3), dtype=st.sampled_from([torch.float32, FP16]), requests=st.sampled_from([1, 2, 3, 8, 64]),
     cached=st.lists(st.integers(1, 400), min_size=1, max_size=8), width=st.sampled_from([30, 401, 1000]),
     shortest=st.sampled_from([1, 1, 60]),
 )  # fmt: skip
@@ -170,7 +170,7 @@ def test_tritons_graphs_are_planned_as_the_steps_that_they_serve(layers, dtype, 
     """`shortest`: contexts below which a second graph is not worth it; the interpreter's machine is too small for the true one."""
     pytest.importorskip("triton")
     from paged_attn.backends.attention.triton.backend import TritonBackend
-    from paged_attn.backends.attention.triton.tiling import few_keys
+    from paged_attn.backends.attention.triton.tiling import few_keys, one_block_keys
     from paged_attn.backends.machine import machine_of
 
     backend, pool = TritonBackend(), KVPool(layers, 2, 1, dtype)
@@ -179,16 +179,19 @@ def test_tritons_graphs_are_planned_as_the_steps_that_they_serve(layers, dtype, 
     batch = Batch.build(reals, 1, shape=StepShape(requests, requests, requests))
     with mock.patch("paged_attn.backends.attention.triton.backend.SHORTEST_SMALL", shortest):
         lengths, variant = backend.graph_lengths(requests, width, pool), backend.graph_variant(batch, pool)
-    assert len(lengths) in (1, 2) and lengths[-1] == width and min(lengths) >= 1 and variant < len(lengths)
+    assert len(lengths) in (1, 2, 3)[: 3 if requests == 1 else 2] and lengths[-1] == width and min(lengths) >= 1 and variant < len(lengths)
     assert len(lengths) == 1 or lengths[0] < width
     captured = backend.plan(replace(batch, seq_lens_host=(lengths[variant],) * requests), pool)
     of_graph, of_step = (
         [[plan.shares[i].kind.tiling for i in plan.by_layer[layer]["intra"]] for layer in range(len(layers))]
         for plan in (captured, backend.plan(batch, pool))
     )
-    thresholds = {few_keys(spec, dtype, machine_of(pool.device)) for spec in layers}
+    machine = machine_of(pool.device)
+    thresholds = {"few": {few_keys(spec, dtype, machine) for spec in layers}, "alone": {one_block_keys(spec, machine) for spec in layers} - {0}}
     for graph, step in zip(of_graph, of_step, strict=True):
-        if graph != step:  # between two kinds' thresholds the graph of large steps serves both
-            one_graph = min(thresholds) // requests < shortest
-            assert (len(thresholds) > 1 or one_graph) and step[0].item_cost == 0 and graph[0].item_cost > 0
-            assert variant == 1 or one_graph
+        if graph != step:  # between two kinds' thresholds the graph of larger steps serves both
+            kind = "few" if graph[0].item_cost > 0 else "alone"
+            assert (step[0].item_cost == 0) if kind == "few" else (step[0].first_block_early > graph[0].first_block_early)
+            one_graph = min(thresholds[kind]) // requests < shortest
+            assert len(thresholds[kind]) > 1 or one_graph
+            assert variant > 0 or one_graph

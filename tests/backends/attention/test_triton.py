@@ -291,16 +291,14 @@ def test_tilings_fit_the_machine():
             assert tiles.hopper and (tiles.block_n, tiles.stages, tiles.query_tiles) == numbers[context < 2048]
             assert 2 * (128 * qk * tiles.query_tiles + tiles.block_n * tiles.stages * (qk + v)) <= tiling.HOPPER_BYTES
     assert not tiling.tiling("more", spec_of_dims(128, 128), torch.float32, 512, 9000, 512, hopper).hopper
-    one, few, short, long = (
-        tiling.tiling("one", spec, torch.bfloat16, 1, keys, keys, hopper, decodes)
-        for keys, decodes in ((4096, 1), (4096, 4), (4096, 40), (1 << 20, 1))
-    )
-    assert [(each.programs_per_sm, each.stages, each.block_n) for each in (one, few, short, long)] == [
-        (1, 1, 64), (1, 1, 128), (1, 3, 64), (2, 3, 64)
+    steps = ((1000, 1), (16_000, 1), (4096, 4), (4096, 40), (1 << 20, 1))
+    decoding = [tiling.tiling("one", spec, torch.bfloat16, 1, keys, keys, hopper, decodes) for keys, decodes in steps]
+    assert [(each.programs_per_sm, each.stages, each.block_n) for each in decoding] == [
+        (1, 1, 64), (1, 1, 128), (1, 1, 128), (1, 3, 64), (2, 3, 64)
     ]  # fmt: skip
-    assert [(each.early, each.first_block_early) for each in (one, few, short, long)] == [
-        (True, True), (True, False), (True, False), (False, False)
-    ]  # fmt: skip
+    assert [(each.early, each.first_block_early) for each in decoding] == [(True, True), *[(True, False)] * 3, (False, False)]
+    window = replace(spec, sliding_window=512)
+    assert tiling.tiling("one", window, torch.bfloat16, 1, 1 << 20, 1 << 20, hopper).first_block_early
     assert not tiling.tiling("one", spec, torch.bfloat16, 1, 4096, 4096, replace(hopper, early=False)).early
 
 
