@@ -142,6 +142,13 @@ def test_capture_times_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert json.loads(out.read_text())["startup"]["full_merged"]["first_token"] > 0
 
 
+def test_decode_chain_runs_attention_between_products(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["decode_chain.py", "--backend", "torch_native", "--layers", "llama,gpt-oss"])
+    script("decode_chain").main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["llama", "gpt-oss"] and all(line.endswith(" us") for line in lines)
+
+
 def test_scans_times_the_truth_where_there_is_no_gpu(tmp_path: Path) -> None:
     out = tmp_path / "scans.json"
     small = ["--device", "cpu", "--shape", "falcon-mamba-7b", "--prompts", "3,2", "--decode", "1"]

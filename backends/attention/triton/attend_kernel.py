@@ -121,9 +121,10 @@ def _walk(q, acc, m, norm, begin, end, table, keys, values, page_stride, key_tok
 
 @triton.jit
 def _first_block(keys, values, table, tile, kv_head, block, left, query_len, seq_len, window, chunk, page_stride, key_token_stride,
-                 key_head_stride, value_token_stride, value_head_stride, GROUP: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-                 CHUNKS: tl.constexpr, ALIGN: tl.constexpr, PAGE_SIZE: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
-                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+                 key_head_stride, value_token_stride, value_head_stride, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
+                 HAS_WINDOW: tl.constexpr, CHUNKS: tl.constexpr, ALIGN: tl.constexpr, PAGE_SIZE: tl.constexpr, QK_DIM: tl.constexpr,
+                 V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                 BLOCK_DV: tl.constexpr):  # fmt: skip
     """The first keys of a program's first item, and their K and V, all from the pool: not the token of this step, which is the last one."""
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     _, _, low, high = tile_keys(tile, query_len, seq_len, window, chunk, GROUP, CAUSAL, HAS_WINDOW, CHUNKS, BLOCK_M, ALIGN)

@@ -4,12 +4,12 @@ Measured on one H200 (triton 3.6.0, torch 2.11, 2026-11-21) with `python benchma
 - Decode: 64 keys, 4 warps, 3 stages, 2 programs per multiprocessor were best or within 1 % of it on six of seven shapes. One request of
   4,096 tokens gains 8 % from one program per multiprocessor, which halves the parts to merge, and from an early launch, which is slower on
   all other shapes. Counting an item as 3 blocks more made ragged batches (64 to 16,384 tokens) 1.17 to 1.37 times as fast.
-- What attention adds to a chain of products that are launched early, as in a model (H200, 2026-11-30, us; Llama 3.1 8B, one request of 300,
-  600, 1,200 tokens): 7.1, 7.6, 12.3. Without a pipeline, for which a program with one block of keys only waits, 5.2, 6.1, 10.4; with 8 warps
-  4.9, 5.6, 10.0; with the first block requested before the previous kernel has ended 3.1, 4.3, 8.8. Blocks of 128 keys: 4.9, 5.7, 7.4.
-  gpt-oss (heads of 64): 5.1, 5.7, 9.3 before, 3.1, 3.9, 7.5 with blocks of 64, 3.3, 3.4, 4.7 with 128. Two and four requests of 600 tokens
-  (Llama): 8.7 and 13.8 before, 9.1 and 13.8 with blocks of 64, 7.6 and 12.7 with 128 and nothing early; eight: 13.5 before, 16.6. Two programs
-  per multiprocessor are slower in all of these (one request of 600 tokens 5.4).
+- What attention adds to a chain of products that are launched early, as in a model (`benchmarks/decode_chain.py`, H200, 2026-11-30, us;
+  Llama 3.1 8B, one request of 300, 600, 1,200 tokens): 7.1, 7.6, 12.3. Without a pipeline, for which a program with one block only waits,
+  5.2, 6.1, 10.4; with 8 warps 4.9, 5.6, 10.0; with the first block requested before the previous kernel has ended 3.1, 4.3, 8.8. Blocks
+  of 128 keys: 4.9, 5.7, 7.4. gpt-oss (heads of 64): 5.1, 5.7, 9.3 before, 3.1, 3.9, 7.5 with blocks of 64, 3.3, 3.4, 4.7 with 128. Two and
+  four requests of 600 tokens (Llama): 8.7 and 13.8 before, 9.1 and 13.8 with blocks of 64, 7.6 and 12.7 with 128 and nothing early; eight:
+  13.5 before, 16.6. Two programs per multiprocessor are slower in all of these (one request of 600 tokens 5.4).
 - Tiles of several requests are from one H100 (2026-11-27, `benchmarks/results/shared_prefix_h100.json`): with 32 heads over 8, 64 requests
   that share 2,048 tokens take 109 us separately, 39 with tiles of 16 rows, 38 with 32. If nothing is shared, 32 rows cost 4 to 14 % more,
   16 rows 0 to 1.5 us. Three blocks for an item are within 2 % of six, and merging two parts at once is within 2 % of four or eight.

@@ -56,11 +56,11 @@ def tiling_for(pairs_of_an_expert: float, w1: Tensor, gated: bool) -> GroupedTil
 
 
 def tilings_for_one(w1: Tensor, w2: Tensor, top_k: int, gated: bool) -> tuple[GroupedTiling, GroupedTiling]:
-    """The tilings of both products of a single token: `tiling_for` in float32, otherwise half as deep with more loads in flight, or narrower
-    blocks where those would leave half of the GPU idle.
+    """The tilings of both products of a single token: `tiling_for` in float32, otherwise half as deep with more loads in flight, or
+    narrower blocks where those would leave half of the GPU idle.
 
-    H200, us of both products of gpt-oss (4 experts, 2,880 columns): 56.5; only the first half as deep 53.8, only the second 54.9. Of Llama 4
-    Scout's (one expert, 8,192 and 5,120 columns) with narrower blocks: 44.1 -> 42.1 and 42.8 -> 32.3.
+    H200, us of both products of gpt-oss (4 experts, 2,880 columns): 56.5; only the first half as deep 53.8, only the second 54.9. Of
+    Llama 4 Scout's (one expert, 8,192 and 5,120 columns) with narrower blocks: 44.1 -> 42.1 and 42.8 -> 32.3.
     """
     wide, machine = tiling_for(top_k / len(w1), w1, gated), machine_of(w1.device)
     if w1.itemsize > 2:

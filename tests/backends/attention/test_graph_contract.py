@@ -187,7 +187,8 @@ def test_tritons_graphs_are_planned_as_the_steps_that_they_serve(layers, dtype, 
         for plan in (captured, backend.plan(batch, pool))
     )
     machine = machine_of(pool.device)
-    thresholds = {"few": {few_keys(spec, dtype, machine) for spec in layers}, "alone": {one_block_keys(spec, machine) for spec in layers} - {0}}
+    alone = {one_block_keys(spec, machine) for spec in layers} - {0}
+    thresholds = {"few": {few_keys(spec, dtype, machine) for spec in layers}, "alone": alone}
     for graph, step in zip(of_graph, of_step, strict=True):
         if graph != step:  # between two kinds' thresholds the graph of larger steps serves both
             kind = "few" if graph[0].item_cost > 0 else "alone"
