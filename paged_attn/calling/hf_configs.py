@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
+
+from paged_attn.attn_ops.replaced_entries import replaced_entries
 
 _MORE_OUTPUTS = ("output_hidden_states", "_output_attentions", "output_router_logits")
 
@@ -46,12 +48,8 @@ def logits_alone(model: nn.Module) -> Iterator[None]:
     It collects them in context variables under a lock, which torch.compile cannot trace; attention weights are nothing that a paged
     attention has.
     """
-    fields = [(vars(config), name) for config in attention_configs(model) for name in _MORE_OUTPUTS]
-    before = [(config, name, value) for config, name in fields if (value := config.get(name))]
-    try:
-        for config, name, _ in before:
-            config[name] = False
+    with ExitStack() as undo:
+        for config in attention_configs(model):
+            wanted = {name: False for name in _MORE_OUTPUTS if vars(config).get(name)}
+            undo.enter_context(replaced_entries(vars(config), wanted))
         yield
-    finally:
-        for config, name, value in before:
-            config[name] = value

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+
+from paged_attn.attn_ops.replaced_entries import replaced_entries
 
 
 @dataclass
@@ -86,16 +88,6 @@ def _set_attributes_back(name: str, module: nn.Module, before: dict[str, Any], c
     now |= {key: value for key, value in before.items() if key not in now}
 
 
-@contextmanager
-def replaced_forward(module: object, forward: Callable[..., Any]) -> Iterator[None]:
+def replaced_forward(module: object, forward: Callable[..., Any]) -> AbstractContextManager[None]:
     """Inside, `module` computes `forward`; afterwards its own instance attribute is back, if it had one, and else its class's method."""
-    missing = object()
-    before = vars(module).get("forward", missing)
-    vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        if before is missing:
-            vars(module).pop("forward", None)
-        else:
-            vars(module)["forward"] = before
+    return replaced_entries(vars(module), {"forward": forward})

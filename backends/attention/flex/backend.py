@@ -8,8 +8,7 @@ which leaves NaN as NaN; and blocks of fewer than 16 keys do not compile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.replaced_entries import replaced_entries
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionCall, StoringBackend, slopes_of
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, Span
@@ -111,14 +111,8 @@ def _gathered(cache: Tensor, keys: Keys, dtype: torch.dtype) -> Tensor:
     return cache[keys.pages, keys.offsets].to(dtype).transpose(0, 1)[None]
 
 
-@contextmanager
-def _uncompiled() -> Iterator[None]:
+def _uncompiled() -> AbstractContextManager[None]:
     """Runs flex_attention as plain operations; by default it compiles itself at each call, even without torch.compile."""
     from torch.nn.attention import flex_attention as module
 
-    before = module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
-    module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
-    try:
-        yield
-    finally:
-        module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
+    return replaced_entries(vars(module), {"_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True})

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paged_attn.attn_ops.replaced_entries import replaced_entries
+
 _OF_TWO: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv, "true_divide": operator.truediv,
     "less": operator.lt, "less_equal": operator.le, "greater": operator.gt, "greater_equal": operator.ge, "equal": operator.eq,
@@ -30,14 +32,9 @@ def any_length() -> Iterator[None]:
     """Inside, einx's operations on elements take any number of tokens; nothing happens where einx is not imported."""
     einx = sys.modules.get("einx")
     names = [] if einx is None else [name for name in [*_OF_TWO, "where"] if hasattr(einx, name)]
-    before = {name: getattr(einx, name) for name in names}
-    for name, theirs in before.items():
-        setattr(einx, name, _by_names(_OF_TWO.get(name), theirs))
-    try:
+    ours = {name: _by_names(_OF_TWO.get(name), getattr(einx, name)) for name in names}
+    with replaced_entries({} if einx is None else vars(einx), ours):
         yield
-    finally:
-        for name, theirs in before.items():
-            setattr(einx, name, theirs)
 
 
 def _by_names(of_two: Callable[[Any, Any], Any] | None, theirs: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from paged_attn.attn_ops.replaced_entries import replaced_entries
 from paged_attn.capture.split.split_ops import register_split_op
 from paged_attn.engine.tracing.module_calls import LENGTHS
 from paged_attn.engine.tracing.trace_failure import NotTraced
@@ -60,11 +61,8 @@ class OpsWithoutFakes:
 def _told(name: str, fake: Callable[..., Any]) -> Iterator[None]:
     made = OPDEFS.get(name)  # by torch.library.custom_op, whose own fake asks for the author's
     if made is not None:
-        made._abstract_fn = fake
-        try:
+        with replaced_entries(vars(made), {"_abstract_fn": fake}):
             yield
-        finally:
-            made._abstract_fn = None
         return
     library = torch.library.Library(name.split("::")[0], "FRAGMENT")
     try:

@@ -8,12 +8,14 @@ import logging
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from paged_attn.attn_ops.replaced_entries import replaced_entries
 
 _LEVELS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
 
@@ -37,16 +39,12 @@ def plain_buffers(model: nn.Module) -> Iterator[None]:
 
     Dynamo (2.13) cannot trace a forward that assigns such a buffer to its own name (`self.table = self.table.to(x.device)`).
     """
-    buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
-    replaced = [entry for entry in buffers if getattr(entry[2], "_is_buffer", False)]
-    for module, name, buffer in replaced:
-        assert buffer is not None
-        module._buffers[name] = buffer.detach()
-    try:
+    with ExitStack() as undo:
+        for module in model.modules():
+            buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+            plain = {name: buffer.detach() for name, buffer in buffers if getattr(buffer, "_is_buffer", False)}
+            undo.enter_context(replaced_entries(module._buffers, plain))
         yield
-    finally:
-        for module, name, buffer in replaced:
-            module._buffers[name] = buffer
 
 
 @contextmanager
@@ -59,12 +57,11 @@ def open_multihead_attention() -> Iterator[None]:
     theirs, fused = F.multi_head_attention_forward, torch.backends.mha.get_fastpath_enabled()
     copy = types.FunctionType(theirs.__code__, theirs.__globals__, theirs.__name__, theirs.__defaults__, theirs.__closure__)
     copy.__kwdefaults__ = theirs.__kwdefaults__
-    F.multi_head_attention_forward = copy
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with replaced_entries(vars(F), {"multi_head_attention_forward": copy}):
+            yield
     finally:
-        F.multi_head_attention_forward = theirs
         torch.backends.mha.set_fastpath_enabled(fused)
 
 
@@ -82,11 +79,8 @@ def plain_is_causal() -> Iterator[None]:
             args = (*args[:2], True if args[2] else False, *args[3:])
         return theirs(query, key, value, *args, **kwargs)
 
-    F.scaled_dot_product_attention = attention
-    try:
+    with replaced_entries(vars(F), {"scaled_dot_product_attention": attention}):
         yield
-    finally:
-        F.scaled_dot_product_attention = theirs
 
 
 def messages() -> set[Callable[..., Any]]:
@@ -102,12 +96,6 @@ def dynamo_unlogged() -> Iterator[None]:
 
     Trap: torch 2.11 sorts every set of its settings for those, and prints a traceback for one of functions, such as `messages`.
     """
-    loggers = [logging.getLogger(name) for name in ("torch._dynamo.metrics_context", "torch._guards")]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    try:
+    metrics, guards = (vars(logging.getLogger(name)) for name in ("torch._dynamo.metrics_context", "torch._guards"))
+    with replaced_entries(metrics, {"disabled": True}), replaced_entries(guards, {"disabled": True}):
         yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled

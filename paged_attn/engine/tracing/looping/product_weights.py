@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from paged_attn.attn_ops.replaced_entries import replaced_entries
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
 from paged_attn.engine.tracing.experts_as_ops import known_gates
 from paged_attn.engine.tracing.experts_layout import DTYPES, Operands, flat_layouts_of, is_stacked
@@ -150,16 +151,11 @@ def scaled(size: float) -> Callable[[Tensor], Tensor]:
 @contextmanager
 def instead(changes: Sequence[tuple[nn.Module, str, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
     """Inside, these parameters of modules are what the functions make of them."""
-    before = [(owner, name, owner._parameters[name]) for owner, name, _ in changes]
-    try:
+    with ExitStack() as undo:
         for owner, name, change in changes:
-            weight = owner._parameters[name]
-            assert weight is not None
-            owner._parameters[name] = nn.Parameter(change(weight.detach()), requires_grad=False)
+            weight = owner.get_parameter(name).detach()
+            undo.enter_context(replaced_entries(owner._parameters, {name: nn.Parameter(change(weight), requires_grad=False)}))
         yield
-    finally:
-        for owner, name, weight in before:
-            owner._parameters[name] = weight
 
 
 def product_weights(holder: nn.Module, widths: set[int]) -> Iterator[list[ProductWeights]]:
