@@ -82,7 +82,7 @@ class Body(Closed):
     logprobs_name: ClassVar[str] = "logprobs"
     limit_name: ClassVar[str] = "max_tokens"
     prompt_name: ClassVar[str] = "prompt"
-    neutral: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = NEUTRAL
+    not_here: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}  # as NEUTRAL: fields, also of other routes, that this one lacks
     codes: ClassVar[Mapping[str, str]] = {}  # of errors for fields that clients know by another one than unsupported_value
     text_at_end: ClassVar[bool] = True  # whole answers are read when they have ended
 
@@ -131,13 +131,12 @@ class Body(Closed):
     @model_validator(mode="before")
     @classmethod
     def _neutral_only(cls, values: Any) -> Any:
-        for name, (allowed, hint) in cls.neutral.items() if isinstance(values, dict) else ():
+        neutral = {name: told for name, told in NEUTRAL.items() if name not in cls.model_fields} | dict(cls.not_here)
+        for name, (allowed, hint) in neutral.items() if isinstance(values, dict) else ():
             value = values.get(name)
-            if name in cls.model_fields or any(value == each and isinstance(value, bool) <= isinstance(each, bool) for each in allowed):
-                continue
-            raise ApiError(
-                400, f"{name}={shown(value)} is not supported; {hint}", param=name, code=cls.codes.get(name, "unsupported_value")
-            )
+            if not any(value == each and isinstance(value, bool) <= isinstance(each, bool) for each in allowed):
+                code = cls.codes.get(name, "unsupported_value")
+                raise ApiError(400, f"{name}={shown(value)} is not supported; {hint}", param=name, code=code)
         return values
 
     @model_validator(mode="before")
@@ -180,7 +179,8 @@ class Body(Closed):
         return n
 
     def num_logprobs(self) -> int | None:
-        raise NotImplementedError
+        """How many of the most likely tokens are wanted with each new token; None if no log-probability is."""
+        return None
 
     def num_prompt_logprobs(self) -> int | None:
         """How many of the most likely tokens are wanted with each token of the prompt; None if the prompt is not scored."""

@@ -12,23 +12,24 @@ from paged_attn.server.api.bodies import IGNORED, NEUTRAL, NOTHING, Body
 from paged_attn.server.api.fields.bounds import Closed, Effort, Messages, Name, Schema, Settings, Stop, Tools, within
 from paged_attn.server.api.messages.conversation import length_of_blocks, messages_of
 from paged_attn.server.http.errors import NO_THREADS, ApiError, not_allowed
-from paged_attn.shown import shown
 
 LEFT_OUT = ("cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "type")  # fields of a tool that change no answer
 IGNORED_HERE = IGNORED | {"cache_control"}  # prefixes are cached, whatever it says
 # Edits of a conversation that leave all of it; Claude Code sends the last ones with every request.
 KEEPS_ALL = ({"edits": []}, *({"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in ({"type": "all"}, "all")))
-# Fields of a body that would change an answer and are not supported here.
-OWN_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
+# Fields that would change an answer, and fields of the other routes: only the values that ask for nothing.
+NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "container": (NOTHING, "this server runs no code; leave it out"),
     "mcp_servers": (NOTHING, "this server calls no others; give tools, which the client runs"),
     "context_management": ((*NOTHING, *KEEPS_ALL), "nothing is left out of a conversation; send less of it"),
     "thread": ((None,), "this server holds no conversations; send the whole of it, whose prefix is cached"),
     "compaction": ((None,), "this server summarizes no conversations; ask for a summary in a message"),
     "speed": ((None, "standard"), "there is one speed; leave it out"),
+    "n": ((None, 1), "this route gives one answer; leave it out"),
+    "return_token_ids": ((None, False), "only completions and chats have it"),
+    "return_tokens_as_token_ids": ((None, False), "only completions and chats have it"),
+    "stream_options": ((None,), "streams of this route have the usage; leave it out"),
 }
-# Fields of the other routes.
-NOT_HERE: Mapping[str, tuple[Any, ...]] = {"n": (None, 1), "return_token_ids": (None, False), "return_tokens_as_token_ids": (None, False)}
 MODES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -104,32 +105,13 @@ class CountBody(Conversation):
 class MessagesBody(Conversation, Body):
     """The body of POST /v1/messages."""
 
-    neutral = {**NEUTRAL, **OWN_NEUTRAL}
-    ignored = IGNORED_HERE | set(NEUTRAL) | set(OWN_NEUTRAL)
+    not_here = NOT_HERE
+    ignored = IGNORED_HERE | set(NEUTRAL) | set(NOT_HERE)
     codes = {"thread": NO_THREADS}
     prompt_name: ClassVar[str] = "messages"
 
     max_tokens: int = Field(json_schema_extra=within(0))
     stop_sequences: Stop | None = None
-
-    def num_logprobs(self) -> int | None:
-        return None
-
-    @property
-    def includes_usage(self) -> bool:
-        """A stream has the usage, whatever is asked; raises ApiError: 400 for options of other routes."""
-        if self.stream_options is not None:
-            what = "stream_options is not supported by this route, whose streams have the usage; leave it out"
-            raise ApiError(400, what, param="stream_options", code="unsupported_value")
-        return True
-
-    @property
-    def num_answers(self) -> int:
-        """One; raises ApiError: 400 for a field of other routes."""
-        for name, allowed in NOT_HERE.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise ApiError(400, f"{name}={shown(value)} is not supported by this route; leave it out", param=name)
-        return 1
 
     def wanted_schema(self) -> dict[str, Any] | None:
         wanted = None if self.output_config is None else self.output_config.format

@@ -19,8 +19,8 @@ from paged_attn.server.http.errors import ApiError, not_allowed
 from paged_attn.shown import shown
 
 STATELESS = "this server stores no answers; send the whole conversation as input"
-# Fields of a body that would change an answer and are not supported here.
-OWN_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
+# Fields that would change an answer, and fields of the other routes: only the values that ask for nothing.
+NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "previous_response_id": ((None,), STATELESS),
     "conversation": ((None,), STATELESS),
     "background": ((None, False), STATELESS),
@@ -29,11 +29,11 @@ OWN_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "max_tool_calls": ((None,), "leave it out"),
     "top_logprobs": ((None, 0), "only chats and completions have log-probabilities"),
     "include": ((*NOTHING, ["reasoning.encrypted_content"]), "reasoning comes as text, and nothing else is left out of answers"),
+    "max_tokens": ((None,), "give max_output_tokens"),
+    "n": ((None, 1), "this route gives one answer; leave it out"),
+    "return_token_ids": ((None, False), "only completions and chats have it"),
+    "return_tokens_as_token_ids": ((None, False), "only completions and chats have it"),
 }
-# Fields of the other routes.
-NOT_HERE: Mapping[str, tuple[Any, ...]] = {
-    "max_tokens": (None,), "n": (None, 1), "return_token_ids": (None, False), "return_tokens_as_token_ids": (None, False),
-}  # fmt: skip
 # What an item of each type may have beside its type, its id and its status.
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "message": ("role", "content"),
@@ -69,8 +69,8 @@ class ReasoningSettings(Closed):
 class ResponsesBody(Body):
     """The body of POST /v1/responses."""
 
-    neutral = {**NEUTRAL, **OWN_NEUTRAL}
-    ignored = IGNORED | {"client_metadata"} | set(NEUTRAL) | set(OWN_NEUTRAL)
+    not_here = NOT_HERE
+    ignored = IGNORED | {"client_metadata"} | set(NEUTRAL) | set(NOT_HERE)
     limit_name, prompt_name = "max_output_tokens", "input"
     text_at_end: ClassVar[bool] = False  # the tokens of reasoning are counted as they come
 
@@ -92,9 +92,6 @@ class ResponsesBody(Body):
     store: bool | None = Field(None, description="nothing is stored, whatever it says")
     chat_template_kwargs: Settings | None = Field(None, description="extension: variables for the model's chat template")
 
-    def num_logprobs(self) -> int | None:
-        return None
-
     @property
     def includes_usage(self) -> bool:
         """The last event of a stream has it, whatever is asked; raises ApiError: 400 for a usage in every event."""
@@ -105,15 +102,6 @@ class ResponsesBody(Body):
 
     def max_new_tokens(self, room: int) -> int:
         return room if self.max_output_tokens is None else self.max_output_tokens
-
-    @property
-    def num_answers(self) -> int:
-        """One; raises ApiError: 400 for a field of other routes."""
-        for name, allowed in NOT_HERE.items():
-            if (value := getattr(self, name)) not in allowed:
-                hint = "give max_output_tokens" if name == "max_tokens" else "leave it out"
-                raise ApiError(400, f"{name}={shown(value)} is not supported by this route; {hint}", param=name, code="unsupported_value")
-        return 1
 
     def wanted_schema(self) -> dict[str, Any] | None:
         wanted = None if self.text is None else self.text.format
