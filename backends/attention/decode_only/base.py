@@ -13,6 +13,20 @@ from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionCall, StoringBackend
+from paged_attn.backends.attention.capabilities import DECODE_GRAPHS, LATENTS_ONLY, Capabilities, Feature, OneOf
+from paged_attn.backends.needs import HALF
+
+# Of kernels that read rows of latents.
+LATENT_DECODE = Capabilities(
+    devices=frozenset({"cuda"}),
+    dtypes=HALF,
+    kv_dtypes=HALF,
+    features=frozenset({Feature.MLA}),
+    head_dims=LATENTS_ONLY,
+    latent_dims=(OneOf({512}), OneOf({64})),
+    graphs=DECODE_GRAPHS,
+    phases=frozenset({"decode"}),
+)
 
 
 @dataclass(slots=True)

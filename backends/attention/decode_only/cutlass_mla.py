@@ -8,6 +8,7 @@ with copies of the queries.
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,10 +18,10 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall
-from paged_attn.backends.attention.capabilities import DECODE_GRAPHS, LATENTS_ONLY, Capabilities, Feature, OneOf, Span
-from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend, WorkspacePlan
+from paged_attn.backends.attention.capabilities import OneOf, Span
+from paged_attn.backends.attention.decode_only.base import LATENT_DECODE, DecodeOnlyBackend, WorkspacePlan
 from paged_attn.backends.attention.flash_style import for_kernel
-from paged_attn.backends.needs import HALF, SGL_KERNEL, importing
+from paged_attn.backends.needs import SGL_KERNEL, importing
 
 SPLITS = 1  # any other value is chosen from host lengths, which a captured graph would keep
 
@@ -29,21 +30,14 @@ class CutlassMlaBackend(DecodeOnlyBackend):
     """CUTLASS MLA; for prefill name another backend in front: backend="triton,cutlass_mla"."""
 
     name, prefill_with = "cutlass_mla", "triton"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALF,
-        kv_dtypes=HALF,
-        features=frozenset({Feature.MLA}),
+    capabilities = replace(
+        LATENT_DECODE,
         architectures=frozenset({100, 103}),
-        head_dims=LATENTS_ONLY,
-        latent_dims=(OneOf({512}), OneOf({64})),
         page_sizes=OneOf({128}),
         group_sizes=Span(1, 128),
-        graphs=DECODE_GRAPHS,
         requirements=(SGL_KERNEL,),
         note="CUTLASS latent attention of sgl-kernel, decode only: use it as triton,cutlass_mla; tested against its signature, not yet run "
         "on a GPU by this project",
-        phases=frozenset({"decode"}),
     )
 
     def __init__(self, *, deterministic: bool = False) -> None:

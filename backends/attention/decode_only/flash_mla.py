@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -16,10 +16,10 @@ from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall
-from paged_attn.backends.attention.capabilities import DECODE_GRAPHS, LATENTS_ONLY, Capabilities, Feature, OneOf
-from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend
+from paged_attn.backends.attention.capabilities import OneOf
+from paged_attn.backends.attention.decode_only.base import LATENT_DECODE, DecodeOnlyBackend
 from paged_attn.backends.attention.flash_style import check_pool, for_kernel
-from paged_attn.backends.needs import HALF, SGL_KERNEL, importing
+from paged_attn.backends.needs import SGL_KERNEL, importing
 
 
 @dataclass(slots=True)
@@ -35,19 +35,12 @@ class FlashMlaBackend(DecodeOnlyBackend):
     """FlashMLA on Hopper; for prefill name another backend in front: backend="fa3,flash_mla"."""
 
     name, prefill_with = "flash_mla", "fa3"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALF,
-        kv_dtypes=HALF,
-        features=frozenset({Feature.MLA}),
+    capabilities = replace(
+        LATENT_DECODE,
         architectures=frozenset({90}),
-        head_dims=LATENTS_ONLY,
-        latent_dims=(OneOf({512}), OneOf({64})),
         page_sizes=OneOf({64}),
-        graphs=DECODE_GRAPHS,
         requirements=(SGL_KERNEL,),
         note="FlashMLA of sgl-kernel, decode only: use it as fa3,flash_mla",
-        phases=frozenset({"decode"}),
     )
 
     def __init__(self, *, deterministic: bool = False) -> None:

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -17,8 +19,8 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall
-from paged_attn.backends.attention.capabilities import DECODE_GRAPHS, LATENTS_ONLY, Capabilities, Feature, OneOf, Span
-from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend, WorkspacePlan
+from paged_attn.backends.attention.capabilities import DECODE_GRAPHS, Capabilities, Feature, OneOf, Span
+from paged_attn.backends.attention.decode_only.base import LATENT_DECODE, DecodeOnlyBackend, WorkspacePlan
 from paged_attn.backends.attention.flashinfer.kinds import is_vectored
 from paged_attn.backends.attention.flashinfer.launches import readable, writable
 from paged_attn.backends.attention.flashinfer.wrappers import WrapperPool, announce, import_flashinfer
@@ -130,20 +132,16 @@ class TrtllmMlaBackend(TrtllmBackend):
     """trtllm-gen decode over rows of latents; for prefill name another backend in front: backend="triton,trtllm_mla"."""
 
     name, prefill_with = "trtllm_mla", "triton"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
+    capabilities = replace(
+        LATENT_DECODE,
         dtypes=DTYPES,
         kv_dtypes=DTYPES,
-        features=frozenset({Feature.MLA}),
         architectures=frozenset({100, 103}),
-        head_dims=LATENTS_ONLY,
         latent_dims=(OneOf(KEY_DIMS), OneOf({64})),
         page_sizes=OneOf({32, 64}),
-        graphs=DECODE_GRAPHS,
         requirements=(FLASHINFER,),
         note="TensorRT-LLM's latent attention through flashinfer, decode only: use it as triton,trtllm_mla; tested against its signature, "
         "not yet run on a GPU by this project",
-        phases=frozenset({"decode"}),
     )
 
     def check_pool(self, pool: KVPool) -> None:
