@@ -97,9 +97,10 @@ def test_tables_fit_their_width_and_escape_pipes() -> None:
 
 def test_install_lines_are_whole_below_tables_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     line = f"pip install '/{'long' * 30}/paged_attn[fast]'"
-    lacking = dataclasses.replace(FAST, requirements=(Requirement("no_such_package", "2.0", line),))
+    lacking = SimpleNamespace(capabilities=dataclasses.replace(FAST, requirements=(Requirement("no_such_package", "2.0", line),)))
     monkeypatch.setattr(backend_matrix, "backend_names", lambda: ["fast", "faster"])
-    monkeypatch.setattr(backend_matrix, "backend_class", lambda name: SimpleNamespace(capabilities=lacking))
+    monkeypatch.setattr(backend_matrix, "backend_class", lambda name: lacking)
+    monkeypatch.setattr(backend_matrix, "loadable_classes", lambda: dict.fromkeys(["fast", "faster"], lacking))
     monkeypatch.setattr(backend_matrix, "SCANS", {})
     tables, install = matrix_text(90).split("To install:\n")
     assert max(map(len, tables.split("\n"))) <= 90

@@ -113,7 +113,7 @@ def _automatic(required: Requirements) -> Selection:
         others = [name for name in backend_names() if name not in rejected and name not in names]
         if not names:
             raise _refusal(required, "auto", rejected | required.left_out(others, order, None))
-        made, failed = _made(names, required.deterministic)
+        made, failed = make_backends(names, required.deterministic)
         if not failed:
             backend = _joined(made)
             return Selection(backend, why_picked(order, names), rejected | required.left_out(others, order, backend.name))
@@ -144,7 +144,7 @@ def _by_name(required: Requirements, name: str) -> Selection:
     against = {part: why for part, why in against.items() if why}
     if required.deterministic and not single:
         against[name] = NOT_DETERMINISTIC
-    made, failed = _made([] if against else names, required.deterministic)
+    made, failed = make_backends([] if against else names, required.deterministic)
     if against | failed:
         raise _refusal(required, name, against | failed)
     backend = _joined(made)
@@ -170,19 +170,20 @@ def split_name(name: str) -> list[str]:
     return names
 
 
-def _made(names: Sequence[str], deterministic: bool) -> tuple[list[AttentionBackend], dict[str, str]]:
-    """The backends, and why some cannot be created: their package does not work on this machine (an ABI, a driver, a library)."""
-    made, failed = list[AttentionBackend](), dict[str, str]()
+def make_backends(names: Sequence[str], deterministic: bool) -> tuple[dict[str, AttentionBackend], dict[str, str]]:
+    """The backends by name, and why some cannot be created: their package does not work on this machine (an ABI, a driver, a library)."""
+    made, failed = dict[str, AttentionBackend](), dict[str, str]()
     for name in names:
         try:
-            made.append(backend_class(name)(deterministic=deterministic))
+            made[name] = backend_class(name)(deterministic=deterministic)
         except (ImportError, OSError) as error:
             failed[name] = f"it fits, but cannot be loaded: {error}"
     return made, failed
 
 
-def _joined(backends: Sequence[AttentionBackend]) -> AttentionBackend:
-    return backends[0] if len(backends) == 1 else hybrid_of(backends[0], backends[1])
+def _joined(made: Mapping[str, AttentionBackend]) -> AttentionBackend:
+    backends = list(made.values())
+    return backends[0] if len(backends) == 1 else hybrid_of(*backends)
 
 
 def _refusal(required: Requirements, name: str, against: Mapping[str, str]) -> UnsupportedError:

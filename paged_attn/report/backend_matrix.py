@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from paged_attn.backends.attention.capabilities import ANY_SIZE, PHASES, Capabilities, Feature
 from paged_attn.backends.devices import devices_here
-from paged_attn.backends.needs import Needs, Requirement, architecture_words, names_of, short_dtype
+from paged_attn.backends.needs import Needs, architecture_words, names_of, short_dtype
 from paged_attn.backends.scans.base import OPS
 from paged_attn.backends.selection.experts import BUILT_IN as EXPERTS
 from paged_attn.backends.selection.experts import experts_backend
 from paged_attn.backends.selection.packages import requirement_words, why_unmet
-from paged_attn.backends.selection.registry import backend_class, backend_names
+from paged_attn.backends.selection.registry import backend_class, backend_names, loadable_classes
 from paged_attn.backends.selection.scans import BUILT_IN as SCANS
 from paged_attn.backends.selection.scans import scans_backend
 
@@ -140,12 +140,8 @@ def feature_word(feature: Feature) -> str:
 
 def _install_lines() -> list[str]:
     """`  fa2, fa3: pip install ...` for each package that backends need and that is not here, or too old."""
-    names, needed = dict[str, list[str]](), list[tuple[str, tuple[Requirement, ...]]]()
-    for name in backend_names():
-        try:
-            needed.append((name, backend_class(name).capabilities.requirements))
-        except ImportError:
-            continue
+    names = dict[str, list[str]]()
+    needed = [(name, cls.capabilities.requirements) for name, cls in loadable_classes().items()]
     needed += [(name, scans_backend(name).needs.requirements) for name in SCANS]
     for name, needs in needed:
         for need in needs:

@@ -63,11 +63,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 1 if no backend ran every shape of a phase."""
-    from paged_attn.backends.devices import device_name
+    from paged_attn.backends.devices import checked_device, device_name
     from paged_attn.backends.selection.requirements import Requirements
     from paged_attn.backends.selection.tuned import Entry, Kind, current_versions, write_entry
 
-    device = _device(args.device)
+    device = checked_device(args.device)
     shape = layer_shape(args, device)
     steps = _steps(args, device)
     if args.min_ms is not None and not args.min_ms > 0:
@@ -163,22 +163,6 @@ def _driver() -> str:
     return done.stdout.partition("\n")[0].strip() or "unknown: nvidia-smi failed"
 
 
-def _device(text: str | None) -> torch.device:
-    import torch
-
-    from paged_attn.backends.devices import default_device
-
-    if text is None:
-        return default_device()
-    if re.fullmatch(r"cpu|cuda(:\d+)?", text) is None:
-        raise ValueError(f"--device {text!r} cannot be tuned; allowed are cpu, cuda and cuda:N")
-    device = torch.device(text)
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"--device {text!r}: this machine shows {count} GPUs; a file for another GPU must be made on that one")
-    return device
-
-
 def _steps(args: argparse.Namespace, device: torch.device) -> list[Step]:
     usual = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
     given = {"extend": args.prefill or usual["extend"], "decode": args.decode or usual["decode"]}
@@ -202,20 +186,18 @@ def _backends(required: Requirements, asked: Sequence[str] | None) -> tuple[dict
     from paged_attn.attn_ops.errors import UnsupportedError
     from paged_attn.backends.selection.ranking import ORACLE
     from paged_attn.backends.selection.registry import backend_class, backend_names
+    from paged_attn.backends.selection.select import make_backends
 
-    made: dict[str, AttentionBackend] = {}
-    left_out: dict[str, str] = {}
+    fits, left_out = list[str](), dict[str, str]()
     for name in asked or [name for name in backend_names() if name != ORACLE]:
         if name not in backend_names():
             backend_class(name)  # raises, and lists the known names
-        phases = [phase for phase in ("extend", "decode") if not required.reasons(name, frozenset({phase}))]
-        if not phases:
+        if all(required.reasons(name, frozenset({phase})) for phase in ("extend", "decode")):
             left_out[name] = "; ".join(required.reasons(name))
-            continue
-        try:
-            made[name] = backend_class(name)(deterministic=required.deterministic)
-        except (ImportError, OSError) as error:
-            left_out[name] = f"it fits, but cannot be loaded: {error}"
+        else:
+            fits.append(name)
+    made, failed = make_backends(fits, required.deterministic)
+    left_out |= failed
     if not made or (asked and left_out):
         reasons = "\n".join(f"  {name}: {why}" for name, why in left_out.items())
         raise UnsupportedError(f"{'not every backend asked for' if asked else 'no backend'} can be timed here:\n{reasons}")
