@@ -17,7 +17,7 @@ from paged_attn.passes.find.attention_site import AttentionSite
 from paged_attn.passes.fx.call_form import CallNotPaged
 from paged_attn.passes.fx.constants import specialise_numbers
 from paged_attn.passes.fx.graph_tools import name_of, remove_dead_code, shape_of
-from paged_attn.passes.fx.model_facts import max_positions
+from paged_attn.passes.fx.model_facts import least, max_positions
 from paged_attn.passes.optimize.complex_as_real import complex_as_real
 from paged_attn.passes.optimize.dense_experts import replace_dense_experts
 from paged_attn.passes.optimize.late_views import make_views_late
@@ -98,7 +98,7 @@ def _positions(graph: fx.Graph, facts: Facts) -> str:
     result.positions_redirected, longest = use_own_positions(graph, facts.form, facts.values, max_positions(facts.model))
     limits = [longest, *(proof.max_tokens for proof in facts.proofs if isinstance(proof, AttentionProof))]
     limits += [spec.program.max_tokens for spec in result.specs if isinstance(spec, RecomputeSpec) and isinstance(spec.program, Program)]
-    result.max_positions = min((limit for limit in limits if limit is not None), default=None)
+    result.max_positions = least(*limits)
     remove_dead_code(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     result.baked = tuple(index for index, node in enumerate(placeholders) if node in facts.baked and facts.form.roles[node] == "owned")
@@ -107,9 +107,9 @@ def _positions(graph: fx.Graph, facts: Facts) -> str:
 
 
 def _independent_rows(graph: fx.Graph, facts: Facts) -> str:
-    limits = [limit for limit in (facts.result.max_positions, max_positions(facts.model)) if limit is not None]
+    longest = least(facts.result.max_positions, max_positions(facts.model))
     try:
-        return check_independent_rows(graph, facts.form, facts.values, min(limits, default=None))
+        return check_independent_rows(graph, facts.form, facts.values, longest)
     except MixesRows as refusal:
         facts.result.mixes = refusal
         if refusal.by_position:

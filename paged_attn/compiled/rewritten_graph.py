@@ -28,7 +28,7 @@ from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.steps_ahead import RunsWith, compile_steps_ahead
 from paged_attn.hashing.code_files import traced_files
 from paged_attn.passes.fx.graph_tools import value_of
-from paged_attn.passes.fx.model_facts import max_positions, model_device, model_dtype
+from paged_attn.passes.fx.model_facts import least, max_positions, model_device, model_dtype
 from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.report import Rewrite
 from paged_attn.passes.runner import rewrite
@@ -66,8 +66,7 @@ class RewrittenGraph:
     lora: LoraGraph | None = None
 
     def __post_init__(self, traced_from: nn.Module | None) -> None:
-        limits = [limit for limit in (max_positions(traced_from), self.rewrite.max_positions) if limit is not None]
-        self.max_positions = min(limits, default=None)
+        self.max_positions = least(max_positions(traced_from), self.rewrite.max_positions)
         self.roles = tuple(self.rewrite.form.roles.values())
         self.recurrent: tuple[RecurrentLayer, ...] | None = None
         self._model = None if traced_from is None else weakref.ref(traced_from)

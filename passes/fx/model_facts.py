@@ -22,6 +22,11 @@ def max_positions(model: nn.Module | None) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
+def least(*limits: int | None) -> int | None:
+    """The smallest of some limits, of which None is none; None if there is none."""
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def model_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the first floating-point parameter; float32 if there is none."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.fx.call_form import CallForm, CallNotPaged, Values
 from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, name_of, remove_dead_code, shape_of, value_of, writers_of
+from paged_attn.passes.fx.model_facts import least
 from paged_attn.passes.fx.slicing import ancestors
 from paged_attn.passes.fx.token_data import Lookup, lookup_of, token_axis, token_data
 from paged_attn.passes.positions.batch_positions import BatchPositions
@@ -50,18 +51,13 @@ def use_own_positions(graph: fx.Graph, form: CallForm, values: Values, longest: 
         if form.positions is None:
             raise CallNotPaged(str(refusal)) from refusal
         raise
-    limits = [form.max_tokens, _position_limit(graph, form, values, positions)]
-    return PositionsFound(redirected, min((limit for limit in limits if limit is not None), default=None))
+    return PositionsFound(redirected, least(form.max_tokens, _position_limit(graph, form, values, positions)))
 
 
 def _position_limit(graph: fx.Graph, form: CallForm, values: Values, positions: BatchPositions) -> int | None:
     """The first position that some table lacks; None if no table is indexed by positions, or all positions are in range."""
-    limits = [
-        limit
-        for node in graph.nodes
-        if (found := _lookup(node)) is not None and (limit := _first_outside(node, *found, form, values, positions)) is not None
-    ]
-    return min(limits, default=None)
+    lookups = ((node, *found) for node in graph.nodes if (found := _lookup(node)) is not None)
+    return least(*(_first_outside(*lookup, form, values, positions) for lookup in lookups))
 
 
 def _lookup(node: fx.Node) -> tuple[fx.Node, int] | None:

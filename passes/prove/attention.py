@@ -14,7 +14,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, ModuleScores, SdpaScores, WrittenScores
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import value_of
-from paged_attn.passes.fx.model_facts import max_positions
+from paged_attn.passes.fx.model_facts import least, max_positions
 from paged_attn.passes.prove.bias_family import BiasFamily
 from paged_attn.passes.prove.config_claims import check_declared, check_declared_chunks
 from paged_attn.passes.prove.dual_chunk import DualChunkProbe, DualChunkProof, prove_dual_chunk
@@ -127,8 +127,7 @@ class Prover:
     def _check_further(self, region: ScoreRegion, function: ScoreFunction, longest: int | None) -> None:
         key = (self._key(region, function.sinks), function.scale, function.softcap, function.first_column)
         if key not in self._seen_further:
-            limits = [limit for limit in (longest, self.form.max_tokens, max_positions(self.model)) if limit is not None]
-            region.check_further(function, min(limits, default=None))
+            region.check_further(function, least(longest, self.form.max_tokens, max_positions(self.model)))
             self._seen_further.add(key)
 
     def _key(self, probe: SubgraphProbe | ScoreRegion, sinks: fx.Node | None) -> Hashable:

@@ -15,7 +15,7 @@ from paged_attn.calling.call_signature import input_embeddings
 from paged_attn.engine.generation_config import end_tokens
 from paged_attn.engine.model.model_output import TokenIds
 from paged_attn.engine.sampling_params import SamplingParams
-from paged_attn.passes.fx.model_facts import max_positions, text_config
+from paged_attn.passes.fx.model_facts import least, max_positions, text_config
 from paged_attn.shown import shown
 
 
@@ -67,8 +67,7 @@ class ModelLimits:
         """
         text = text_config(model)
         if isinstance(model, Body):
-            limits = [limit for limit in (model.longest, positions) if limit is not None]
-            return cls(model.vocab_size, min(limits, default=None), frozenset(), borders, num_types=model.num_types)
+            return cls(model.vocab_size, least(model.longest, positions), frozenset(), borders, num_types=model.num_types)
         read, chosen = (None, None) if ids is None else (ids.read, ids.chosen)
         vocab = getattr(input_embeddings(model), "num_embeddings", None) or getattr(text, "vocab_size", None) or read
         eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
