@@ -27,7 +27,6 @@ class Chunks:
         num_segments: S.
     """
 
-    size: int
     rows: Tensor
     real: Tensor
     targets: Tensor
@@ -51,7 +50,7 @@ class Chunks:
         parts = [copy_to_device(each, device) for each in arrays]
         of_waves, at_ends = [len(wave) for wave in waves], [len(at) for at in ending]
         ends = tuple(zip(parts[6].split(at_ends), parts[7].split(at_ends), strict=True))
-        return cls(size, parts[0], parts[1], parts[2], parts[3], parts[4], parts[5].split(of_waves), ends, len(segments.lengths))
+        return cls(parts[0], parts[1], parts[2], parts[3], parts[4], parts[5].split(of_waves), ends, len(segments.lengths))
 
     def gather(self, values: Tensor) -> Tensor:
         """values [T, H, ...] as float32 [N, H, size, ...], zero for padding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -117,21 +118,18 @@ def run_prompts(
     """
     engine, ids = llm.engine, [_token_ids(llm, prompt) for prompt in prompts]
     requests: list[Request] = []
-    answers, begun = params.answers(), 0
+    waiting = enumerate(zip(prompts, ids, strict=True))
     number: dict[str, int] = {}
     queued: dict[str, float] = {}
     waits: dict[str, float] = {}
 
     def add(count: int) -> None:
-        nonlocal begun
-        for index in range(begun, begun + count):
-            prompt = prompts[index]
-            for answer, own in enumerate(answers):
-                request = engine.add_request(ids[index], own, prompt=prompt if isinstance(prompt, str) else None, lora=lora)
+        for index, (prompt, tokens) in itertools.islice(waiting, count):
+            for answer, own in enumerate(params.answers()):
+                request = engine.add_request(tokens, own, prompt=prompt if isinstance(prompt, str) else None, lora=lora)
                 request.index, request.answer = index, answer
                 number[request.id], queued[request.id] = len(requests), time.perf_counter()
                 requests.append(request)
-        begun += count
 
     started, interrupted = time.perf_counter(), False
     try:
@@ -141,8 +139,7 @@ def run_prompts(
                 if event.token_id is not None:
                     waits.setdefault(event.request_id, time.perf_counter() - queued[event.request_id])
                 on_event(number[event.request_id], event)
-            if begun < len(ids):
-                add(late)
+            add(late)
     except KeyboardInterrupt:
         interrupted = True
     finally:

@@ -32,7 +32,7 @@ class WholeExperts(OwnExperts):
 
     def __init__(self, forward: Callable[..., Tensor], group: str, first: int, count: int, total: int) -> None:
         super().__init__(_without_others(forward, count), group)
-        self.first, self.count, self.total = first, count, total
+        self.first, self.total = first, total
 
     def summed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum over all ranks' experts [T, H], on every rank, from hidden states [T, H], ids and weights [T, k]."""

@@ -381,8 +381,8 @@ def test_pages_of_unequal_rows_are_shared_until_one_writes() -> None:
     assert table.pages[0, 0] == table.pages[1, 0] == other.pages[0, 0]
     table.truncate(np.array([4, 9, 0]))
     assert table.lengths.tolist() == [4, 7, 0] and table.num_pages.tolist() == [1, 2, 0]
-    other.clear()
-    table.clear()
+    for each in (other, table):
+        each.truncate(np.zeros_like(each.lengths))
     assert shared.num_used == 0
 
 
@@ -408,7 +408,7 @@ def test_an_interrupt_loses_no_page_of_unequal_rows(monkeypatch: pytest.MonkeyPa
         with pytest.raises(KeyboardInterrupt):
             table.extend(np.array([9, 9])) if way == "extend" else table.select(np.array([1]))
     assert shared.num_used == len({*table.pages[table.pages > 0].tolist()})
-    table.clear()
+    table.truncate(np.zeros_like(table.lengths))
     assert shared.num_used == 0
 
 

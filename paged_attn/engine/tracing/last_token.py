@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.fx.graph_tools import symbol, value_of
+from paged_attn.passes.fx.graph_tools import call, symbol, value_of
 
 _LAST: tuple[Any, ...] = (-1, [-1], (-1,), slice(-1, None), slice(-1, None, None))
 _WHOLE = slice(None)
@@ -82,7 +82,7 @@ def _evaluate(node: Any) -> None:
     args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
     try:
         with enable_python_dispatcher():
-            value = getattr(args[0], node.target)(*args[1:], **kwargs) if node.op == "call_method" else node.target(*args, **kwargs)
+            value = call(node, args, kwargs)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise _refusal(f"{node.name} cannot be made of all rows ({type(error).__name__}: {error})") from error
     node.meta["example_value"] = value

@@ -219,12 +219,6 @@ class RaggedTable:
         self.pages[gone] = 0
 
     @uninterrupted
-    def clear(self) -> None:
-        """Releases all pages and rows."""
-        self.shared.drop(self.pages)
-        self.lengths, self.pages = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
-
-    @uninterrupted
     def copied(self) -> RaggedTable:
         """Another table with the same rows on the same pages."""
         other = RaggedTable(self.shared)
