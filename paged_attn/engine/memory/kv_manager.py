@@ -129,8 +129,8 @@ class KVManager:
         """How many tokens `adopt_prefix` would find. Changes nothing."""
         if self.tree is None:
             return 0
-        with_state = self.states.snapshots is not None
-        return self.tree.num_cached(request.tokens, request.prefix_key, request.num_reusable, with_payload=with_state)
+        pages, with_state = self.tree.peek(request.tokens, request.prefix_key, request.num_reusable)
+        return (len(pages) if self.states.snapshots is None else max(with_state, default=0)) * self.page_size
 
     def forget_prefixes(self) -> int:
         """Remove everything from the prefix cache that no running request uses; returns how many pages were freed."""

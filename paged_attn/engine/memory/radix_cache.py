@@ -4,7 +4,6 @@ Follows SGLang's RadixAttention (arXiv:2312.07104), with whole pages as the unit
 
     match -> lock(match.node) -> allocate the rest -> run -> extend(match.node) -> free duplicates -> unlock
 
-or `insert` if nothing was matched.
 
 Lock a match before doing anything that may evict: until then its pages can be freed.
 """
@@ -99,15 +98,6 @@ class RadixCache:
         node, pages = self._walk(self._root(namespace), self._aligned(tokens))
         return Match(tuple(pages), len(pages) * self.page_size, node)
 
-    def num_cached(self, tokens: list[int], namespace: Hashable = None, limit: int | None = None, *, with_payload: bool = False) -> int:
-        """How many of the first `limit` tokens `match` (or with `with_payload`, `cut_to_payload`) would find; marks nothing as used."""
-        position = found = 0
-        for node, shared in self._path(tokens, namespace, len(tokens) if limit is None else limit):
-            position += shared * self.page_size
-            if not with_payload or (shared == len(node.pages) and node.payload is not None):
-                found = position
-        return found
-
     def peek(self, tokens: list[int], namespace: Hashable = None, limit: int | None = None) -> tuple[list[int], list[int]]:
         """The pages that `match` would find for the first `limit` tokens, and after how many pages there are payloads; marks nothing as
         used."""
@@ -141,39 +131,30 @@ class RadixCache:
                 stack.append((child, end + len(child.pages)))
                 yield stack[-1]
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], namespace: Hashable = None) -> Inserted:
-        """Caches the whole pages of `tokens`; a partial last page is ignored.
+    def extend(self, node: RadixNode, tokens: Sequence[int], pages: Sequence[int]) -> Inserted:
+        """Caches the whole pages of `tokens`, which continue the prefix that ends at a node; a partial last page is ignored.
 
-        The tree takes ownership of new pages. Where it already holds the prefix, it keeps its own page: such positions are returned as
-        duplicates, whose pages the caller must free.
+        The tree takes ownership of new pages. Where it already holds the prefix, it keeps its own page: such positions, counted from the
+        node, are returned as duplicates, whose pages the caller must free. The time it takes depends only on the new tokens.
 
         Args:
+            node: returned by `match` or `extend`; a match of nothing has the root of its namespace.
             tokens: token ids; the leading len(tokens) // page_size pages are considered.
             pages: the pages that hold them, allocated from this cache's allocator; surplus pages are ignored.
-            namespace: the namespace to insert into.
 
         Raises:
             TypeError: `tokens` is not a sequence.
-            ValueError: too few pages, a repeated page, or a page that is not allocated or that the tree holds for
-                another prefix. Nothing is inserted in that case.
-        """
-        return self.extend(self._root(namespace), tokens, pages)
-
-    def extend(self, node: RadixNode, tokens: Sequence[int], pages: Sequence[int]) -> Inserted:
-        """`insert` for a continuation of the prefix that ends at a node returned by `match` or `insert`. The time it takes depends only on
-        the new tokens, not on the length of that prefix. Positions of duplicates count from its end.
-
-        Raises:
-            ValueError: as for `insert`, or the node has been evicted.
+            ValueError: the node has been evicted, too few pages, a repeated page, or a page that is not allocated or that the tree holds
+                for another prefix. Nothing is inserted in that case.
         """
         if node.is_evicted:
-            raise ValueError(f"cannot extend {node}: its pages were freed; lock right after match or insert, before evict")
+            raise ValueError(f"cannot extend {node}: its pages were freed; lock right after match or extend, before evict")
         start = self._root(node.namespace) if node.is_root else node
         aligned = self._aligned(tokens)
         count = len(aligned) // self.page_size
         if len(pages) < count:
             raise ValueError(
-                f"insert got {len(pages)} pages for {len(tokens)} tokens, but {count} whole pages of {self.page_size} "
+                f"extend got {len(pages)} pages for {len(tokens)} tokens, but {count} whole pages of {self.page_size} "
                 "tokens need at least as many; pass every page of these tokens, matched ones included"
             )
         mine = list(pages[:count])
@@ -204,7 +185,7 @@ class RadixCache:
             ValueError: the node has been evicted since it was returned.
         """
         if node.is_evicted:
-            raise ValueError(f"cannot lock {node}: its pages were freed; lock right after match or insert, before evict")
+            raise ValueError(f"cannot lock {node}: its pages were freed; lock right after match or extend, before evict")
         node.own_locks += 1
         self._add_locks(node, 1)
 
@@ -226,7 +207,7 @@ class RadixCache:
             ValueError: no prefix ends at the node (it is a root or was evicted), or the payload is None.
         """
         if node.parent is None or payload is None:
-            raise ValueError(f"cannot attach {payload!r} to {node}; match or insert at least a page, and give a payload other than None")
+            raise ValueError(f"cannot attach {payload!r} to {node}; match or extend at least a page, and give a payload other than None")
         self.detach(node)
         node.payload = payload
 
@@ -315,17 +296,17 @@ class RadixCache:
         seen: set[int] = set()
         for index, page in enumerate(mine):
             if page in seen:
-                raise ValueError(f"insert got page {page} twice; each position of a prefix needs a page of its own")
+                raise ValueError(f"extend got page {page} twice; each position of a prefix needs a page of its own")
             seen.add(page)
             if index < len(theirs) and page == theirs[index]:
                 continue
             if page in self._owned:
                 raise ValueError(
-                    f"insert got page {page} at position {index}, but the tree holds it for another prefix; lock "
+                    f"extend got page {page} at position {index}, but the tree holds it for another prefix; lock "
                     "matched pages until they are inserted again, and write new tokens into new pages"
                 )
             if not self._allocator.is_allocated(page):
-                raise ValueError(f"insert got page {page} at position {index}, which is not allocated; allocate it first")
+                raise ValueError(f"extend got page {page} at position {index}, which is not allocated; allocate it first")
 
     def _add_locks(self, node: RadixNode, delta: int) -> None:
         above: RadixNode | None = node

@@ -19,7 +19,7 @@ class RadixNode:
         children: the nodes below, by the tuple of token ids of their first page.
         own_locks: locks taken on this very node.
         lock_count: locks on this node and on everything below it; 0 means that it may be evicted.
-        last_access: the tick of the last match or insert that went through the node; larger is more recent.
+        last_access: the tick of the last match or extend that went through the node; larger is more recent.
         payload: what a user attached to the prefix that ends here, or None. A split leaves it with the lower half, which ends here.
     """
 

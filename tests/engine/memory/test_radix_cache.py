@@ -17,10 +17,14 @@ def make(num_pages=64, page_size=2, **kwargs):
     return allocator, RadixCache(allocator, **kwargs)
 
 
+def insert(cache, tokens, pages, namespace=None):
+    return cache.extend(cache.match([], namespace).node, tokens, pages)
+
+
 def put(cache, allocator, tokens, namespace=None):
     """Inserts `tokens` in new pages, frees those that were cached already, and returns the node."""
     pages = allocator.allocate(len(tokens) // allocator.page_size)
-    inserted = cache.insert(tokens, pages, namespace)
+    inserted = insert(cache, tokens, pages, namespace)
     allocator.free(duplicate.callers_page for duplicate in inserted.duplicates)
     check_invariants(cache)
     return inserted.node
@@ -29,7 +33,7 @@ def put(cache, allocator, tokens, namespace=None):
 def test_match_is_the_longest_page_aligned_prefix():
     allocator, cache = make(page_size=2)
     pages = allocator.allocate(3)
-    cache.insert([1, 2, 3, 4, 5, 6, 7], pages)
+    insert(cache, [1, 2, 3, 4, 5, 6, 7], pages)
     assert cache.match([1, 2, 3, 4, 5, 6, 7])[:2] == (tuple(pages), 6)
     assert cache.match([1, 2, 3, 4, 5])[:2] == (tuple(pages[:2]), 4)
     assert cache.match((1, 2, 3, 9, 5, 6))[:2] == (tuple(pages[:1]), 2)
@@ -40,17 +44,17 @@ def test_match_is_the_longest_page_aligned_prefix():
 
 def test_partial_page_and_surplus_pages_stay_with_the_caller():
     allocator, cache = make(page_size=4)
-    inserted = cache.insert([1, 2, 3, 4, 5], allocator.allocate(2))
+    inserted = insert(cache, [1, 2, 3, 4, 5], allocator.allocate(2))
     assert (inserted.duplicates, cache.num_pages) == ([], 1)
-    assert cache.insert([1, 2], allocator.allocate(1)).node.is_root
+    assert insert(cache, [1, 2], allocator.allocate(1)).node.is_root
 
 
 def test_insert_reports_only_pages_that_differ():
     allocator, cache = make(page_size=1)
     first = allocator.allocate(2)
-    cache.insert([1, 2], first)
+    insert(cache, [1, 2], first)
     other = allocator.allocate(2)
-    inserted = cache.insert([1, 2, 3], [first[0], *other])
+    inserted = insert(cache, [1, 2, 3], [first[0], *other])
     assert inserted.duplicates == [(1, other[0], first[1])]
     assert cache.match([1, 2, 3]).pages == (first[0], first[1], other[1])
     assert cache.match([1, 2, 3]).node is inserted.node
@@ -154,7 +158,7 @@ def test_eviction_does_not_rank_the_whole_tree_per_page():
 
     allocator, cache = make(num_pages=1001, page_size=1, rank=rank)
     for token in range(1000):
-        cache.insert([token], allocator.allocate(1))
+        insert(cache, [token], allocator.allocate(1))
     for _ in range(20_000):
         cache.match([7])
     assert len(cache._queue._heap) <= 2 * 1000 + 64 + 1
@@ -166,7 +170,7 @@ def test_eviction_does_not_rank_the_whole_tree_per_page():
 
 def test_nothing_goes_on_from_a_prefix_that_is_gone():
     allocator, cache = make()
-    node = cache.insert([1, 2], allocator.allocate(1)).node
+    node = insert(cache, [1, 2], allocator.allocate(1)).node
     cache.clear()
     with pytest.raises(ValueError, match=r"cannot extend .*evicted.*: its pages were freed"):
         cache.extend(node, [3, 4], allocator.allocate(1))
@@ -175,9 +179,9 @@ def test_nothing_goes_on_from_a_prefix_that_is_gone():
 def test_refused_inserts_change_nothing():
     allocator, cache = make(num_pages=8, page_size=2)
     held, mine = allocator.allocate(2), allocator.allocate(3)
-    cache.insert([1, 2, 3, 4], held)
+    insert(cache, [1, 2, 3, 4], held)
     for tokens, pages, message in [
-        ([5, 6, 7, 8], mine[:1], "insert got 1 pages for 4 tokens, but 2 whole pages"),
+        ([5, 6, 7, 8], mine[:1], "extend got 1 pages for 4 tokens, but 2 whole pages"),
         ([5, 6, 7, 8], [mine[0], mine[0]], f"page {mine[0]} twice"),
         ([1, 2, 5, 6], held, f"page {held[1]} at position 1, but the tree holds it for another prefix"),
         ([1, 2, 3, 4], held[::-1], f"page {held[1]} at position 0, but the tree holds it for another prefix"),
@@ -186,7 +190,7 @@ def test_refused_inserts_change_nothing():
         ([5, 6], [99], "page 99 is out of range"),
     ]:
         with pytest.raises(ValueError, match=message):
-            cache.insert(tokens, pages)
+            insert(cache, tokens, pages)
         check_invariants(cache)
         assert cache.num_pages == 2 and cache.match([5, 6]).num_tokens == 0
     with pytest.raises(TypeError, match="tokens is a set"):
@@ -343,7 +347,7 @@ class RadixMachine(RuleBasedStateMachine):
             return
         pages = shared + self.allocator.allocate(len(bits) - len(shared))
         cached = self.touch(namespace, tokens)
-        node, duplicates = self.cache.insert(tokens, pages, namespace)
+        node, duplicates = insert(self.cache, tokens, pages, namespace)
         expected = [(i, pages[i], page) for i, page in enumerate(cached) if pages[i] != page]
         assert duplicates == expected and (not reuse or not expected)
         self.allocator.free(duplicate.callers_page for duplicate in duplicates)

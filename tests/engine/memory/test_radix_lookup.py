@@ -1,4 +1,4 @@
-"""RadixCache.num_cached: what match would find, without leaving a trace."""
+"""RadixCache.peek: what match would find, without leaving a trace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_it_says_what_match_finds(seed: int) -> None:
     for _ in range(rng.randint(0, 8)):
         inserted, namespace = tokens(), rng.choice([None, "a"])
         pages = allocator.allocate(allocator.pages_for(len(inserted)))
-        result = tree.insert(inserted, pages, namespace)
+        result = tree.extend(tree.match([], namespace).node, inserted, pages)
         allocator.free([d.callers_page for d in result.duplicates] + pages[len(inserted) // allocator.page_size :])
         if result.node.parent is not None and rng.random() < 0.5:
             tree.attach(result.node, "state")
@@ -32,19 +32,19 @@ def test_it_says_what_match_finds(seed: int) -> None:
     for _ in range(10):
         asked, namespace = tokens(), rng.choice([None, "a", "b"])
         limit = rng.choice([None, rng.randint(0, 14)])
-        plain = tree.num_cached(asked, namespace, limit)
-        with_payload = tree.num_cached(asked, namespace, limit, with_payload=True)
+        pages, with_payload = tree.peek(asked, namespace, limit)
         match = tree.match(asked[:limit], namespace)
-        assert plain == match.num_tokens and with_payload == tree.cut_to_payload(match).num_tokens
+        assert tuple(pages) == match.pages
+        assert with_payload[-1:] == [count for count in [len(tree.cut_to_payload(match).pages)] if count]
 
 
 def test_it_neither_splits_nodes_nor_marks_them_as_used() -> None:
     allocator = PageAllocator(10, 2)
     tree = RadixCache(allocator)
     for first in (1, 2):
-        tree.insert([first] * 6, allocator.allocate(3))
+        tree.extend(tree.match([]).node, [first] * 6, allocator.allocate(3))
     nodes = [tree.match([first] * 6).node for first in (1, 2)]
-    assert tree.num_cached([1] * 4 + [3] * 2) == 4 and tree.num_cached([1] * 5) == 4 and tree.num_cached([3] * 6) == 0
+    assert [len(tree.peek(asked)[0]) for asked in ([1] * 4 + [3] * 2, [1] * 5, [3] * 6)] == [2, 2, 0]
     assert len(nodes[0].pages) == 3 and nodes[0].last_access < nodes[1].last_access
     tree.evict(3)
     assert nodes[0].is_evicted, "it is still the least recently used"
