@@ -25,7 +25,7 @@ from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP, expert_mlps
 from paged_attn.engine.tracing.looping.product_weights import ProductWeights, product_weights
 from paged_attn.engine.tracing.looping.program import Evaluation, ExpertsSite, Program, program_of
 from paged_attn.engine.tracing.looping.stacked_pair import StackedPair, stacked_pairs
-from paged_attn.engine.tracing.looping.tape import Slot, Tape
+from paged_attn.engine.tracing.looping.tape import Slot, Tape, tensors_in
 from paged_attn.engine.tracing.while_tracing import no_collections
 from paged_attn.hashing.code_files import executed_files
 from paged_attn.passes.recompute.code_numbers import crowd_of
@@ -167,9 +167,9 @@ class _Proof:
         given = self._given(ROWS[0], seed=1)
         with mlp.louder(self.experts, size):
             if size not in self.made:
-                self.made[size] = _tensors(_plain(self.call.call(self.block, [each.clone() for each in given])))
+                self.made[size] = tensors_in(_plain(self.call.call(self.block, [each.clone() for each in given])))
             operands = mlp.stacked(*mlp.linears(self.experts))
-            got = _tensors(program.gm(*given, *(self.own[name] for name in program.owned), *operands))
+            got = tensors_in(program.gm(*given, *(self.own[name] for name in program.owned), *operands))
         return all(agrees(*pair) for pair in zip(self.made[size], got, strict=True) if pair[0].is_floating_point())
 
     def _recorded(self, tokens: int) -> tuple[Tape, Any, list[Tensor]]:
@@ -232,30 +232,27 @@ class _Proof:
         """So many tokens for the same experts that any capacity is exceeded which is a number in the block's code. Experts give rows with
         a one in their place, so that this costs no products of theirs."""
         rows = crowd_of(self.block)
-        given, logits = self._given(rows, seed=rows), None
+        given = self._given(rows, seed=rows)
         for index, each in enumerate(self.call.tensors):
             if not each.dtype.is_floating_point:
                 given[index] = given[index].narrow(each.axis, 0, 1).expand_as(given[index]).clone()  # the first row's ids
-        if like is not None:
-            logits = torch.zeros(rows, self.mlp.spec.experts)
-            logits += torch.linspace(8.0, -8.0, self.mlp.spec.experts)
-            logits = _shaped(logits, like)
+        logits = None if like is None else _shaped(torch.linspace(8.0, -8.0, self.mlp.spec.experts).repeat(rows, 1), like)
         tape = Tape({}, {} if logits is None else {step: logits.clone()})
-        expected = _tensors(_plain(self._told(tape, [each.clone() for each in given], [])))
+        expected = tensors_in(_plain(self._told(tape, [each.clone() for each in given], [])))
         self._agree(program, given, logits, expected, told=True)
 
     def _compare(self, program: Program, given: Sequence[Tensor], logits: Tensor | None = None, step: int = -1) -> None:
         instead: Mapping[int, Tensor] = {} if logits is None else {step: logits.clone()}
         copies = [each.clone() for each in given]
         with Tape({}, instead):
-            expected = _tensors(_plain(self.call.call(self.block, copies)))
+            expected = tensors_in(_plain(self.call.call(self.block, copies)))
         self._agree(program, given, logits, expected)
 
     def _agree(self, program: Program, given: Sequence[Tensor], logits: Tensor | None, expected: list[Tensor], told: bool = False) -> None:
         rows = given[0].shape[self.call.tensors[0].axis]
         tensors = [*(each.clone() for each in given), *(self.own[name] for name in program.owned), *self.operands]
         try:
-            got = _tensors(Evaluation(program, logits, told).run(*tensors))
+            got = tensors_in(Evaluation(program, logits, told).run(*tensors))
         except NOT_EXPERTS as error:
             raise NotProved(f"what it does for {TOKENS[0]} rows cannot be done for {rows}: {first_line(error)}") from error
         for one, other in zip(expected, got, strict=True):
@@ -344,12 +341,6 @@ def _plain(output: Any) -> Any:
     if output is None or isinstance(output, Tensor | int | float | str):
         return output
     raise NotProved(f"it returns a {type(output).__name__}; known are tensors, alone or in a tuple")
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_aggregate(output, lambda value: found.append(value) if isinstance(value, Tensor) else None)
-    return found
 
 
 def given_tensors(call: BlockCall, tokens: int, hidden: int, experts: int, device: torch.device, seed: int = 0) -> list[Tensor]:

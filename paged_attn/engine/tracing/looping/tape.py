@@ -160,5 +160,12 @@ def slots_in(value: Any) -> set[Slot]:
     return found
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in nested arguments or results, in order."""
+    found: list[Tensor] = []
+    map_aggregate(value, lambda each: found.append(each) if isinstance(each, Tensor) else None)
+    return found
+
+
 def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)

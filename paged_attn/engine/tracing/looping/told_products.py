@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
-from paged_attn.engine.tracing.looping.tape import Tape
+from paged_attn.engine.tracing.looping.tape import Tape, tensors_in
 
 PRODUCTS = frozenset({
     "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "grouped_mm", "_grouped_mm",
@@ -35,7 +35,7 @@ class ToldProducts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = _tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         is_product = getattr(func, "__name__", "") in PRODUCTS
         if is_product and any(id(each) in self._second for each in given):
             kept = self._second.keys() | self._biases.keys()
@@ -51,14 +51,8 @@ class ToldProducts(TorchFunctionMode):
                 self._fed.extend(each.detach().reshape(-1, self._hidden).clone() for each in rows)
                 return taken(func(*args, **kwargs))
         result = func(*args, **kwargs)
-        made_of = _tensors(args[:1])  # x.type_as(weight) is not made of the weight
+        made_of = tensors_in(args[:1])  # x.type_as(weight) is not made of the weight
         for group in (self._first, self._second, self._biases):
             if any(id(each) in group for each in made_of):
-                group.update((id(each), each) for each in _tensors(result))
+                group.update((id(each), each) for each in tensors_in(result))
         return result
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_aggregate(value, lambda each: found.append(each) if isinstance(each, Tensor) else None)
-    return found
