@@ -8,12 +8,6 @@ from typing import Any
 from paged_attn.engine.requests.detokenizer import special_ids
 
 
-def overlap(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the end of a text may be the beginning of a mark; 0 if none."""
-    longest = min(len(text), max(map(len, marks), default=1) - 1)
-    return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)
-
-
 def own_token(tokenizer: Any, text: str) -> int | None:
     """The id of the added token that this text is, special or not; None if it is none."""
     id: int | None = tokenizer.get_added_vocab().get(text)

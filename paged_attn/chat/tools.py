@@ -74,11 +74,9 @@ def _tool(given: Any, where: str) -> Tool:
         raise not_allowed(where, given, '{"type": "function", "function": {...}}')
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        at = f"{where}.function.name"
-        raise not_allowed(at, name, "letters, digits, _, - and ., at most 128 of them")
+        raise not_allowed(f"{where}.function.name", name, "letters, digits, _, - and ., at most 128 of them")
     if not isinstance(parameters, Mapping | None):
-        at = f"{where}.function.parameters"
-        raise not_allowed(at, parameters, "a JSON schema, which is a mapping")
+        raise not_allowed(f"{where}.function.parameters", parameters, "a JSON schema, which is a mapping")
     return Tool(name, dict(parameters) if parameters else NO_PARAMETERS, dict(given))
 
 

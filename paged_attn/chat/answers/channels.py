@@ -7,8 +7,8 @@ from typing import Literal
 
 from paged_attn.chat.formats.harmony import CHANNEL, ENDINGS, FUNCTIONS, MESSAGE, START
 from paged_attn.chat.formats.tool_format import ToolFormat, as_text
-from paged_attn.chat.marks import overlap
 from paged_attn.chat.parts import Content, Part, Reasoning, ToolCall
+from paged_attn.engine.requests.detokenizer import overlap
 from paged_attn.shown import is_utf8
 
 _RECIPIENT, _CHANNEL = re.compile(r"to=([^\s<]+)"), re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")

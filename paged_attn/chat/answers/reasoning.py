@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from paged_attn.chat.errors import not_allowed
-from paged_attn.chat.marks import overlap
 from paged_attn.chat.parts import Content, Part, Reasoning
+from paged_attn.engine.requests.detokenizer import overlap
 
 
 class ThinkTags(NamedTuple):

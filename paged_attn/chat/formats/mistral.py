@@ -12,7 +12,6 @@ from paged_attn.chat.formats.tool_format import (
     Mark,
     Taken,
     ToolFormat,
-    as_text,
     calls_of,
     json_calls_grammar,
     load_first_json,
@@ -40,8 +39,8 @@ class MistralFormat(ToolFormat):
         value, end = found
         if head is None:
             return Taken(calls_of(value), end)
-        arguments = as_text(value)
-        return Taken(() if arguments is None else (Call(head[1], arguments),), end)
+        call = Call.of(head[1], value)
+        return Taken(() if call is None else (call,), end)
 
     @staticmethod
     def new_id() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from paged_attn.chat.formats.tool_format import Call, Taken, ToolFormat, as_text
+from paged_attn.chat.formats.tool_format import Call, Taken, ToolFormat
 
 START, END = "<|python_start|>", "<|python_end|>"
 MAX_LENGTH, MAX_DEPTH = 64 << 10, 50  # characters of all calls, and nesting of brackets
@@ -40,8 +40,7 @@ class PythonicFormat(ToolFormat):
 def _call(node: ast.expr) -> Call | None:
     if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
         return None
-    arguments = as_text({str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords})
-    return None if arguments is None else Call(ast.unparse(node.func), arguments)
+    return Call.of(ast.unparse(node.func), {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords})
 
 
 def _end_of_list(text: str, start: int) -> int | None:

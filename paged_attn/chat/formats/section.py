@@ -6,7 +6,7 @@ import json
 import re
 from typing import ClassVar
 
-from paged_attn.chat.formats.tool_format import MAX_CALLS_ENFORCED, Call, Mark, Taken, ToolFormat, as_text, space_end
+from paged_attn.chat.formats.tool_format import MAX_CALLS_ENFORCED, Call, Mark, Taken, ToolFormat, space_end
 
 SEPARATOR = "<｜tool▁sep｜>"  # of DeepSeek
 ARGUMENTS = "<|tool_call_argument_begin|>"  # of Kimi
@@ -63,11 +63,6 @@ class SectionFormat(ToolFormat):
         raise NotImplementedError
 
 
-def arguments_of(name: str, text: str, id: str = "") -> Call | None:
-    arguments = as_text(text.strip())
-    return None if arguments is None else Call(name, arguments, id)
-
-
 class DeepSeekFormat(SectionFormat):
     """DeepSeek-V3.1:
     `<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>...<｜tool▁calls▁end｜>`.
@@ -80,9 +75,9 @@ class DeepSeekFormat(SectionFormat):
 
     def call(self, text: str) -> Call | None:
         if fenced := _FENCED.fullmatch(text):
-            return arguments_of(fenced[1].strip(), fenced[2])
+            return Call.of(fenced[1].strip(), fenced[2].strip())
         name, separator, arguments = text.partition(SEPARATOR)
-        return arguments_of(name.strip(), arguments) if separator and name.strip() else None
+        return Call.of(name.strip(), arguments.strip()) if separator and name.strip() else None
 
     def enforced(self, index: int, mark: Mark) -> str:
         return f'"{self.tools[index].name}" {mark(SEPARATOR)} arguments{index}'
@@ -111,7 +106,7 @@ class KimiFormat(SectionFormat):
     def call(self, text: str) -> Call | None:
         head, separator, arguments = text.partition(ARGUMENTS)
         named = _ID.fullmatch(head)
-        return arguments_of(named[2], arguments, named[1] if ":" in named[1] else "") if named and separator else None
+        return Call.of(named[2], arguments.strip(), named[1] if ":" in named[1] else "") if named and separator else None
 
     def enforced(self, index: int, mark: Mark) -> str:
         return f'"functions.{self.tools[index].name}:" /[0-9]{{1,3}}/ {mark(ARGUMENTS)} arguments{index}'

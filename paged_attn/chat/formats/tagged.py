@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from paged_attn.chat.formats.json_calls import CLOSING, OPENING
-from paged_attn.chat.formats.tool_format import Call, Taken, ToolFormat, as_text, space_end
+from paged_attn.chat.formats.tool_format import Call, Taken, ToolFormat, space_end
 from paged_attn.chat.tools import Tool
 
 MAX_DEPTH = 8  # nesting of schemas
@@ -53,9 +53,7 @@ class TaggedFormat(ToolFormat):
         if pairs is None:
             return None
         tool = next((tool for tool in self.tools if tool.name == name), None)
-        found = {key.strip(): argument_value(value, tool, key.strip()) for key, value in pairs}
-        text = as_text(found)
-        return None if text is None else Call(name, text)
+        return Call.of(name, {key.strip(): argument_value(value, tool, key.strip()) for key, value in pairs})
 
 
 class GlmFormat(TaggedFormat):

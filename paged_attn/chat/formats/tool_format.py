@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from paged_attn.chat.marks import overlap
 from paged_attn.chat.tools import Tool
+from paged_attn.engine.requests.detokenizer import overlap
 from paged_attn.shown import is_utf8
 
 MAX_CALLS_ENFORCED = 16  # in one answer
@@ -25,6 +25,12 @@ class Call(NamedTuple):
     name: str
     arguments: str
     id: str = ""
+
+    @classmethod
+    def of(cls, name: str, arguments: Any, id: str = "") -> Call | None:
+        """With arguments as a model gives them, a JSON object or its text; None if they are anything else."""
+        text = as_text(arguments)
+        return None if text is None else cls(name, text, id)
 
 
 class Taken(NamedTuple):
@@ -144,8 +150,7 @@ def _call_of(value: Any) -> Call | None:
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name or not is_utf8(name):
         return None
-    arguments = as_text(value.get("arguments", value.get("parameters")))
-    return None if arguments is None else Call(name, arguments)
+    return Call.of(name, value.get("arguments", value.get("parameters")))
 
 
 def as_text(arguments: Any) -> str | None:

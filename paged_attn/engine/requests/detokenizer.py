@@ -249,7 +249,7 @@ class IncrementalDetokenizer:
             end, at, self.stopped = min(hits)
             text, self._held = text[: end if self._include_stop else at], ""
         elif self._stop:
-            kept = len(text) - self._length_of_stop_prefix(text)
+            kept = len(text) - overlap(text, self._stop)
             text, self._held = text[:kept], text[kept:]
         if text:
             self._released.append(text)
@@ -259,9 +259,8 @@ class IncrementalDetokenizer:
         """Search for a stop string that ends after the held text, which has been searched or came before `min_tokens`."""
         return text.find(stop, max(len(self._held) - len(stop) + 1, 0))
 
-    def _length_of_stop_prefix(self, text: str) -> int:
-        longest = min(len(text), max(map(len, self._stop)) - 1)
-        for length in range(longest, 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stop):
-                return length
-        return 0
+
+def overlap(text: str, marks: Sequence[str]) -> int:
+    """How many characters at the end of a text may be the beginning of a mark; 0 if none."""
+    longest = min(len(text), max(map(len, marks), default=1) - 1)
+    return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)
