@@ -58,7 +58,7 @@ def hidden_numbers(nodes: list[fx.Node], owned: dict[fx.Node, Tensor], shown: in
             if _is_large(value) and not value <= HIDES:
                 found.append(f"{value:g} in the tensor {node.name}")
         direct = [*node.args, *node.kwargs.values()]
-        for value in _numbers(direct):
+        for value in numbers_in(direct):
             is_scaled = any(value is d for d in direct) and scaled_number(node, value) is not None
             is_power = op_name(node) in _POWERS and abs(value) > 4
             is_reciprocal = type(value) is float and 1 / NO_LIMIT < abs(value) < 1 / LARGEST_SHOWN
@@ -114,18 +114,19 @@ def _is_harmless(node: fx.Node, value: int | float) -> bool:
         return True
     if name == "arange":
         return len(node.args) == 1 or bool(node.args[0] == 0)
-    if name in ("full", "new_full") and value in _numbers(node.args[:2] if name == "new_full" else node.args[:1]):
+    if name in ("full", "new_full") and value in numbers_in(node.args[:2] if name == "new_full" else node.args[:1]):
         return True
     if name in ("mul", "imul", "multiply"):
         return type(value) is float and abs(value) >= -HIDES
     return name in _FILLS and value <= HIDES and (type(value) is float or name in ("masked_fill", "fill"))
 
 
-def _numbers(values: Any) -> Iterator[int | float]:
+def numbers_in(values: Any) -> Iterator[int | float]:
+    """The numbers of a node's arguments, also within their lists and slices."""
     if type(values) in (int, float):
         yield values
     elif isinstance(values, (tuple, list)):
         for value in values:
-            yield from _numbers(value)
+            yield from numbers_in(value)
     elif isinstance(values, slice):
-        yield from _numbers((values.start, values.stop, values.step))
+        yield from numbers_in((values.start, values.stop, values.step))

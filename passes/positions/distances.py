@@ -5,14 +5,14 @@ With fewer tokens such an operation takes in nothing but padding, so that every 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import LINEARS, argument_of, depends_on, op_name, value_of
-from paged_attn.passes.fx.mask_literals import is_size
+from paged_attn.passes.fx.mask_literals import is_size, numbers_in
 
 _PARTS = {"split", "chunk", "split_with_sizes", "tensor_split", "unbind", "narrow", "select", "slice"}  # along the dim that they name
 
@@ -41,14 +41,14 @@ def _numbers_of(node: fx.Node, form: CallForm) -> tuple[bool, list[int | float]]
         dims = [depends_on(size, form.num_tokens) for size in value.shape]
         if name == "getitem":
             keys = _keys(node.args[1], len(dims))
-            return True, [number for key, tokens in zip(keys, dims, strict=False) if tokens for number in _flat(key)]
+            return True, [number for key, tokens in zip(keys, dims, strict=False) if tokens for number in numbers_in(key)]
         pads = argument_of(node, 1, "pad")
         if name in ("pad", "constant_pad_nd") and isinstance(pads, (tuple, list)):
-            return True, [number for at, amount in enumerate(pads) if dims[-1 - at // 2] for number in _flat(amount)]
+            return True, [number for at, amount in enumerate(pads) if dims[-1 - at // 2] for number in numbers_in(amount)]
         dim = argument_of(node, 2 if name in ("split", "chunk", "split_with_sizes", "tensor_split") else 1, "dim", 0)
         if name in _PARTS and isinstance(dim, int) and not dims[dim]:
             return True, []
-    return False, list(_flat([*node.args, *node.kwargs.values()]))
+    return False, list(numbers_in([*node.args, *node.kwargs.values()]))
 
 
 def _keys(given: Any, dims: int) -> list[Any]:
@@ -57,13 +57,3 @@ def _keys(given: Any, dims: int) -> list[Any]:
     if (at := next((at for at, key in enumerate(keys) if key is Ellipsis), None)) is not None:
         keys[at : at + 1] = [slice(None)] * (dims - len(keys) + 1)
     return keys
-
-
-def _flat(value: Any) -> Iterator[int | float]:
-    if type(value) in (int, float):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _flat(each)
-    elif isinstance(value, slice):
-        yield from _flat((value.start, value.stop))
