@@ -244,7 +244,6 @@ def gather_logits_early(graph: fx.Graph, form: CallForm, values: Values) -> int:
         moved += _move(graph, form, values, [picking for picking in pickings if picking.at is rows])
     if moved:
         remove_dead_code(graph)
-        logger.info("%d nodes compute only the wanted rows", moved)
     return moved
 
 

@@ -8,7 +8,6 @@ size in every step, and anything that does not give the op's numbers.
 
 from __future__ import annotations
 
-import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +18,6 @@ from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import arguments_of, bases_of, name_of, shape_of, sizes_of, value_of, written_values
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import evaluate_all
-
-logger = logging.getLogger("paged_attn")
 
 # Names of a product's operands, in order, as a function or as a method of the first. The first operand of addmm is its bias.
 _OPERANDS = {
@@ -57,8 +54,6 @@ def use_linear_float32(graph: fx.Graph, form: CallForm, values: Values) -> int:
         for node in reversed(product.nodes):
             if node is not product.node and not node.users:
                 graph.erase_node(node)
-    if found:
-        logger.info("%d products in float32 take tensors in 16 bits as they are", len(found))
     return len(found)
 
 

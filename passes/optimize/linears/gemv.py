@@ -7,16 +7,12 @@ Left alone: see `linears.linear_of`; and linears whose input has the same size i
 
 from __future__ import annotations
 
-import logging
-
 from torch import SymInt, fx
 
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import shape_of
 from paged_attn.passes.optimize.linears.sites import linear_of
-
-logger = logging.getLogger("paged_attn")
 
 
 def use_gemv(graph: fx.Graph, form: CallForm) -> int:
@@ -26,6 +22,4 @@ def use_gemv(graph: fx.Graph, form: CallForm) -> int:
     for linear in found:
         linear.node.target, linear.node.kwargs = LINEAR, {}
         linear.node.args = (linear.input, linear.weight, linear.bias)
-    if found:
-        logger.info("%d linears have a kernel for single rows", len(found))
     return len(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -15,8 +14,6 @@ from paged_attn.passes.fx.graph_tools import bases_of, call_of_value, value_of, 
 from paged_attn.passes.optimize.linears.mergeable_weights import Memory, is_ordinary_parameter, lie_in_a_row
 from paged_attn.passes.optimize.linears.sites import Linear, linear_of
 from paged_attn.passes.optimize.linears.sliced_values import SlicedValues
-
-logger = logging.getLogger("paged_attn")
 
 
 class Merge(NamedTuple):
@@ -44,15 +41,11 @@ def merge_linears(graph: fx.Graph, form: CallForm, values: Values, model: nn.Mod
     memory = Memory([*values.values(), *(() if model is None else (*model.parameters(), *model.buffers()))])
     index = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
     merges: list[Merge] = []
-    count = 0
     slices = SlicedValues()
     for group in _groups(graph, form, values, slices):
         members = _movable(group, values, memory)
         if len(members) > 1:
-            count += len(members)
             merges += _merge(members, index, slices)
-    if count:
-        logger.info("merged %d linears into %d tensors", count, len(merges))
     return tuple(merges)
 
 
