@@ -58,16 +58,7 @@ class RadixNode:
 
     def shared_pages(self, tokens: Sequence[int], start: int, page_size: int) -> int:
         """How many leading pages of the edge equal `tokens[start:]`, in O(tokens compared)."""
-        low, high = 0, min(len(self.tokens), len(tokens) - start) // page_size
-        probe = high
-        while low < high:  # a bisection over slices: whole-slice comparison runs in C, and mostly the first one hits
-            begin, end = low * page_size, probe * page_size
-            if tokens[start + begin : start + end] == self.tokens[begin:end]:
-                low = probe
-            else:
-                high = probe - 1
-            probe = (low + high + 1) // 2
-        return low
+        return num_common(self.tokens, tokens, shift=start) // page_size
 
     def split(self, num_pages: int, page_size: int) -> RadixNode:
         """Puts a new node with the first `num_pages` pages above this one, which keeps the rest; returns the new node.
@@ -86,3 +77,16 @@ class RadixNode:
         parent.children[old_key] = upper
         self.parent = upper
         return upper
+
+
+def num_common(one: Sequence[int], other: Sequence[int], known: int = 0, shift: int = 0) -> int:
+    """How many leading tokens of `one` equal `other[shift:]`; it is known that the first `known` do."""
+    low, high = known, min(len(one), len(other) - shift)
+    probe = high
+    while low < high:  # a bisection over slices, which are compared in C; mostly the first comparison hits
+        if one[low:probe] == other[shift + low : shift + probe]:
+            low = probe
+        else:
+            high = probe - 1
+        probe = (low + high + 1) // 2
+    return low

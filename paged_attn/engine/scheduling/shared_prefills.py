@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 from paged_attn.engine.memory.kv_manager import KVManager
+from paged_attn.engine.memory.radix_node import num_common
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.scheduling.step_plan import StepPlan
 
@@ -112,16 +113,3 @@ class SharedPrefills:
             holder.spare_points.discard(common)
             return True
         return max([request.num_cached, *kept]) - request.num_cached >= self._length
-
-
-def num_common(a: Sequence[int], b: Sequence[int], start: int) -> int:
-    """How many leading tokens are equal; those before `start` are known to be."""
-    low, high = start, min(len(a), len(b))
-    probe = high
-    while low < high:  # slices are compared in C, and mostly one holds all of the other
-        if a[low:probe] == b[low:probe]:
-            low = probe
-        else:
-            high = probe - 1
-        probe = (low + high + 1) // 2
-    return low

@@ -1,4 +1,4 @@
-"""RadixCache.peek: what match would find, without leaving a trace."""
+"""RadixCache.peek: what match would find, without leaving a trace; and how many tokens are the same."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from paged_attn.attn_ops.kv.page_allocator import PageAllocator
 from paged_attn.engine.memory.radix_cache import RadixCache
+from paged_attn.engine.memory.radix_node import num_common
 
 
 @settings(max_examples=150, deadline=None)
@@ -48,3 +49,11 @@ def test_it_neither_splits_nodes_nor_marks_them_as_used() -> None:
     assert len(nodes[0].pages) == 3 and nodes[0].last_access < nodes[1].last_access
     tree.evict(3)
     assert nodes[0].is_evicted, "it is still the least recently used"
+
+
+@given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40), st.integers(0, 30), st.integers(0, 3))
+def test_the_common_length_is_that_of_a_loop(a: list[int], b: list[int], shared: int, shift: int) -> None:
+    a, b = [7] * shared + a, [7] * shared + b
+    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    assert num_common(a, b, shared) == expected == num_common(a, b)
+    assert num_common(a, [9] * shift + b, shift=shift) == expected

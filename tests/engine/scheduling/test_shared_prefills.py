@@ -6,13 +6,11 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from paged_attn import SamplingParams
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.scheduling.scheduler import HELD_PER_STEP, Scheduler
-from paged_attn.engine.scheduling.shared_prefills import MAX_WAITS, num_common
+from paged_attn.engine.scheduling.shared_prefills import MAX_WAITS
 from tests.engine.models import make_engine, oracle, random_prompts
 from tests.engine.scheduling.schedulers import Scheduled, arrive, collect, counts, each, launch, run, scheduler_of
 from tests.engine.scheduling.world import POISON, World
@@ -269,13 +267,6 @@ def test_a_recurrent_holder_that_is_past_the_fork_is_not_waited_for() -> None:
     world.step()
     assert world.trace[1] == [("r0", 26, True), ("r1", 4, False)]
     run_to_the_end(world)
-
-
-@given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40), st.integers(0, 30))
-def test_the_common_length_is_that_of_a_loop(a: list[int], b: list[int], shared: int) -> None:
-    a, b = [7] * shared + a, [7] * shared + b
-    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    assert num_common(a, b, shared) == expected == num_common(a, b, 0)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
