@@ -67,21 +67,6 @@ class MemoryNeeds:
     least: int
     most: int | None
 
-    @classmethod
-    def of(
-        cls,
-        config: EngineConfig,
-        layers: Sequence[AttentionSpec],
-        dtype: torch.dtype,
-        groups: Sequence[LayerGroup] = (),
-        recurrent: Sequence[RecurrentSpec] = (),
-        longest: int | None = None,
-    ) -> MemoryNeeds:
-        """`longest`: the most tokens of a request."""
-        page = page_elements(layers, config.page_size, groups) * dtype.itemsize
-        most = None if longest is None else _pages_of(groups, longest, config)
-        return cls(slot_bytes(recurrent), page, _pages_of(groups, 1, config), most)
-
     @property
     def pages_per_slot(self) -> float:
         """Bytes of pages for each slot of state: e in the module's docstring."""
@@ -134,7 +119,9 @@ class MemoryBudget:
         agree: Callable[[int], int] = int,
     ) -> None:
         self.config, self.layers, self.groups, self.device = config, tuple(layers), tuple(groups), device
-        self.needs = MemoryNeeds.of(config, layers, dtype, groups, recurrent, longest)
+        page = page_elements(layers, config.page_size, groups) * dtype.itemsize
+        most = None if longest is None else _pages_of(groups, longest, config)
+        self.needs = MemoryNeeds(slot_bytes(recurrent), page, _pages_of(groups, 1, config), most)
         self.slots = NO_STATE
         if recurrent:
             self.slots = self._state_slots(chunks, agree)
