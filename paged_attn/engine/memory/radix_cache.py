@@ -10,7 +10,6 @@ Lock a match before doing anything that may evict: until then its pages can be f
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -49,20 +48,12 @@ class RadixCache:
 
     Args:
         allocator: owns the pages; evicted ones are returned to it. Gives the page size.
-        rank: rank of an unlocked leaf; the lowest is evicted first, by default the least recently matched or inserted one. It is evaluated
-            whenever the node is used, unlocked, split or becomes a leaf, and may depend on the node, but not on time or on other nodes.
         on_payload_removed: called with each payload that leaves the tree: detached, replaced, or removed with its node.
     """
 
-    def __init__(
-        self,
-        allocator: PageAllocator,
-        rank: Callable[[RadixNode], Any] = operator.attrgetter("last_access"),
-        on_payload_removed: Callable[[Any], None] | None = None,
-    ) -> None:
+    def __init__(self, allocator: PageAllocator, on_payload_removed: Callable[[Any], None] | None = None) -> None:
         self.page_size = allocator.page_size
         self._allocator = allocator
-        self._rank = rank
         self._queue: RankedQueue[RadixNode] = RankedQueue()  # nodes that can be evicted
         self._roots: dict[Hashable, RadixNode] = {}
         self._owned: set[int] = set()
@@ -226,7 +217,7 @@ class RadixCache:
         return Match(match.pages[:count], count * self.page_size, node)
 
     def evict(self, num_pages: int) -> int:
-        """Returns `num_pages` unlocked pages to the allocator, taken from the ends of the lowest-ranked leaves.
+        """Returns `num_pages` unlocked pages to the allocator, taken from the ends of the least recently used leaves.
 
         Returns:
             How many pages were freed; fewer than requested if nothing more can be evicted.
@@ -330,6 +321,6 @@ class RadixCache:
     def _rank_anew(self, node: RadixNode) -> None:
         """Must be called after every change of a node."""
         if node.is_evictable:
-            self._queue.put(node, self._rank(node))
+            self._queue.put(node, node.last_access)
         else:
             self._queue.discard(node)
