@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,8 +23,7 @@ from paged_attn.engine.build_runtime import Runtime, build_runtime
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.input_processor import InputProcessor
 from paged_attn.engine.lora.lora_pool import LoraPool
-from paged_attn.engine.model.model_limits import ModelLimits
-from paged_attn.engine.output_processor import EngineStats, OutputProcessor
+from paged_attn.engine.output_processor import OutputProcessor
 from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.requests.outputs import FinishReason, TokenEvents
 from paged_attn.engine.requests.pooled_rows import PooledRows, PoolingParams
@@ -60,6 +59,9 @@ class Engine:
         budget: how memory was divided over pages and recurrent states.
         is_causal: no token sees later ones. Otherwise each prompt is computed whole, in one step, and no prefix is cached.
         overlaps: a step is launched before the previous step's tokens are known.
+        limits: the model's; default_params: values of params that a request does not set.
+        requests: those that have not finished, by id.
+        stats: counters since the engine was created or they were `reset`.
         last_scheduled: the requests of the last step that `step` launched or tried to launch.
         start_seconds: time to create this engine, by part.
         device: the model's; it is the current device whenever the engine computes.
@@ -88,7 +90,7 @@ class Engine:
         self.kv, self.pool, self.state_pool, self.budget = built.kv, built.pool, built.state_pool, built.budget
         self.step_runner, self.lora_step_runner, self.selection = built.step_runner, built.lora_step_runner, built.selection
         self.adapters, self.threads, self.is_causal = built.adapters, built.threads, built.is_causal
-        self.tokenizer = tokenizer
+        self.tokenizer, self.limits, self.default_params = tokenizer, built.limits, built.defaults
         self.input_processor = InputProcessor(
             built.limits, self.kv.max_request_pages, config.page_size, tokenizer, self.state_pool is not None, built.defaults,
             None if self.is_causal else config.step_tokens,
@@ -100,6 +102,7 @@ class Engine:
         self.overlaps = bool(config.overlap)
         self.sampler = Sampler(runner.ranks)
         self.output_processor = OutputProcessor(self.kv, self.scheduler, self.sampler)
+        self.requests, self.stats = self.output_processor.requests, self.output_processor.stats
         self.last_scheduled: Sequence[Request] = ()
         self._in_flight: deque[InFlightStep] = deque()  # two at most, the oldest first
         self._wanting_no_token: list[Request] = []
@@ -109,25 +112,6 @@ class Engine:
         self.watch: ModelWatch | None = ModelWatch(runner, captured)
         self._steps_since_look, self._look_is_due, self._is_stale = 0, False, False
         self._released = False
-
-    @property
-    def limits(self) -> ModelLimits:
-        return self.input_processor.limits
-
-    @property
-    def default_params(self) -> SamplingParams:
-        """Values of params that a request does not set."""
-        return self.input_processor.defaults
-
-    @property
-    def requests(self) -> Mapping[str, Request]:
-        """The requests that have not finished, by id."""
-        return self.output_processor.requests
-
-    @property
-    def stats(self) -> EngineStats:
-        """Counters since the engine was created or they were `reset`."""
-        return self.output_processor.stats
 
     @property
     def has_work(self) -> bool:

@@ -23,17 +23,10 @@ Text = str | Sequence[int]
 class OwnEngine(Protocol):
     """What a plan needs of `Engine`."""
 
-    @property
-    def pooler(self) -> Pooler | None: ...
-
-    @property
-    def is_causal(self) -> bool: ...
-
-    @property
-    def runner(self) -> Any: ...
-
-    @property
-    def input_processor(self) -> Any: ...
+    pooler: Pooler | None
+    is_causal: bool
+    runner: Any
+    input_processor: Any
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from paged_attn.engine.tracing.ropes_by_length import RopesByLength
 from paged_attn.engine.tracing.trace_model import call_model, only_device
 from paged_attn.hf.patch import NAME, Patched
 from paged_attn.parallel.local_model import served_locally
-from paged_attn.passes.fx.model_facts import max_positions, model_dtype
+from paged_attn.passes.fx.model_facts import least, max_positions, model_dtype
 from paged_attn.recurrent.discover import refuse_recurrent
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.tolerances import logits_apart
@@ -78,7 +78,7 @@ class HookedRunner:
             self.dtype = model_dtype(model)
             ropes = RopesByLength(model)
             self.length_borders = ropes.borders
-            self.max_positions = min((each for each in (max_positions(model), ropes.longest) if each is not None), default=None)
+            self.max_positions = least(max_positions(model), ropes.longest)
             probe = replace(probe or ProbeSettings(), length_borders=ropes.borders)
             patched = self._patched = Patched(model, options.self_check, probe)
             self.token_ids = check_output(model, may_pick_rows=False)

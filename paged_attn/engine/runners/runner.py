@@ -3,7 +3,6 @@ compiled)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -24,6 +23,7 @@ class Runner(Protocol):
         layers: the attention layers, for a pool.
         token_ids: of the model.
         max_positions: the longest sequence; max_rows: the most tokens of one call; None without limit.
+        length_borders: numbers of tokens, ascending: a request that exceeds one of them needs other keys than before (longrope).
         recurrent: the layers with recurrent state.
         ranks: the processes that hold the shards of the model and run it together; None for a whole one.
         runs_as: how the model is called, as text.
@@ -33,35 +33,21 @@ class Runner(Protocol):
     """
 
     follows_the_model: bool
-
     model: nn.Module
     device: torch.device
     dtype: torch.dtype
     token_ids: TokenIds
+    layers: tuple[AttentionSpec, ...]
+    recurrent: tuple[RecurrentLayer, ...]
+    max_positions: int | None
     max_rows: int | None
+    length_borders: tuple[int, ...]
     ranks: Ranks | None
-
-    @property
-    def layers(self) -> tuple[AttentionSpec, ...]: ...
-
-    @property
-    def max_positions(self) -> int | None: ...
-
-    @property
-    def length_borders(self) -> tuple[int, ...]:
-        """Numbers of tokens, ascending: a request that exceeds one of them needs other keys than before (longrope)."""
-
-    @property
-    def recurrent(self) -> Sequence[RecurrentLayer]: ...
+    one_row: bool
+    experts_per_choice: int
 
     @property
     def runs_as(self) -> str: ...
-
-    @property
-    def one_row(self) -> bool: ...
-
-    @property
-    def experts_per_choice(self) -> int: ...
 
     @property
     def owned(self) -> dict[str, Tensor]:

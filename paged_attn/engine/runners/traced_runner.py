@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.context import context_of
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
-from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 from paged_attn.calling.body import Body
 from paged_attn.calling.call_signature import few_ids, positions_are_optional, takes
@@ -49,7 +48,7 @@ from paged_attn.engine.tracing.trace_model import TRACE_TOKENS, only_device, tra
 from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.passes.find.attention_site import OtherTokens
-from paged_attn.passes.fx.model_facts import model_dtype
+from paged_attn.passes.fx.model_facts import least, model_dtype
 from paged_attn.recurrent.as_ops.by_ops import with_ops
 from paged_attn.recurrent.as_ops.state_dtype import with_state_dtype
 from paged_attn.recurrent.as_ops.wrap import replaced_by_ops
@@ -96,6 +95,7 @@ class TracedRunner:
             self.device = only_device(model)
             self.dtype = model_dtype(model)
             self.ropes = RopesByLength(model)
+            self.length_borders = self.ropes.borders
             self.probe = replace(probe or ProbeSettings(), length_borders=self.ropes.borders)
             if isinstance(model, Body):
                 refuse_recurrent(model.body, "an engine that embeds or classifies", "models with such state generate (task='generate')")
@@ -227,7 +227,10 @@ class TracedRunner:
             refuse_branches(self.model, form.min_tokens, self.token_ids.tried, form.excepted)
         self.inputs = GraphInputs(self.compiled.roles, args)
         self.takes_logits_rows = self.inputs.takes_logits_rows
-        self.max_rows = self.compiled.rewrite.form.max_tokens  # longer rows were not seen by the trace
+        rewrite = self.compiled.rewrite
+        self.layers, self.experts_per_choice, self.one_row = self.compiled.specs, rewrite.experts_per_choice, rewrite.counts["gemv"] > 0
+        self.max_positions = least(self.compiled.max_positions, self.ropes.longest)
+        self.max_rows = rewrite.form.max_tokens  # longer rows were not seen by the trace
         self._traced = GraphInputs(self.compiled.roles, traced)
         self._check(again=False)
         if self.compares and self.ranks is None and not isinstance(self.model, Body):
@@ -275,25 +278,8 @@ class TracedRunner:
         return True
 
     @property
-    def layers(self) -> tuple[AttentionSpec, ...]:
-        return self.compiled.specs
-
-    @property
-    def max_positions(self) -> int | None:
-        limits = [limit for limit in (self.compiled.max_positions, self.ropes.longest) if limit is not None]
-        return min(limits, default=None)
-
-    @property
-    def length_borders(self) -> tuple[int, ...]:
-        return self.ropes.borders
-
-    @property
     def runs_as(self) -> str:
         return f"rewritten, {self.compiled.compiled_by}"
-
-    @property
-    def one_row(self) -> bool:
-        return self.compiled.rewrite.counts["gemv"] > 0
 
     def served(self) -> TracedServed:
         """The graph as it runs, for checks that look between its pieces."""
@@ -309,10 +295,6 @@ class TracedRunner:
         context = context_of("TracedRunner.forward", len(input_ids))
         logits = logits_of(self.compiled.run_paged(context, self.inputs.fill(input_ids, positions, logits_rows)))
         return logits if self.takes_logits_rows else logits[logits_rows]
-
-    @property
-    def experts_per_choice(self) -> int:
-        return self.compiled.rewrite.experts_per_choice
 
     def computes_the_same(self) -> bool:
         """Whether the graph gives the model's own logits yet."""
