@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -100,14 +101,12 @@ def listed_conversations(messages: Any) -> list[Any]:
     return list(messages) if any(several) else [messages]
 
 
-def chat_events(events: Generator[TokenEvent], forms: Sequence[AnswerForm]) -> Iterator[ChatEvent]:
+def chat_events(events: Generator[TokenEvent], forms: Sequence[AnswerForm]) -> Generator[ChatEvent]:
     """What the events of a stream say, read by the form of each conversation. Closing it closes `events`."""
     reader = ChatEventReader(forms)
-    try:
+    with closing(events):
         for event in events:
             yield from reader.feed(event)
-    finally:
-        events.close()
 
 
 class ChatEventReader:

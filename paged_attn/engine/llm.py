@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -193,7 +193,7 @@ class LLM(PoolingCalls):
         namespace: Any = None,
         priority: int = 0,
         **settings: Any,
-    ) -> Iterator[ChatEvent]:
+    ) -> Generator[ChatEvent]:
         """Like `chat`, with the same arguments, but streaming: yields a ChatEvent for each piece of content or reasoning, and for
         each complete tool call. Closing the iterator cancels the rest.
 
@@ -232,7 +232,7 @@ class LLM(PoolingCalls):
         lora: Loras = None,
         namespace: Any = None,
         priority: int = 0,
-    ) -> Iterator[TokenEvent]:
+    ) -> Generator[TokenEvent]:
         """Yield a TokenEvent for every new token; its `index` is the prompt's, its `answer` says which of `n` answers. Closing the
         iterator cancels the rest.
 
@@ -326,7 +326,7 @@ class LLM(PoolingCalls):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _events(self, requests: list[Request]) -> Iterator[TokenEvent | None]:
+    def _events(self, requests: list[Request]) -> Generator[TokenEvent | None]:
         try:
             yield None
             while True:

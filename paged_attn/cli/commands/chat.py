@@ -126,7 +126,7 @@ class Conversation:
                     print(f"{event.part.name}({event.part.arguments})", end="", flush=True)
                 else:
                     print(report.dim(event.part.text), end="", flush=True)
-            events.close()  # type: ignore[attr-defined]
+            events.close()
         print(" [stopped]" if interrupted.is_set() else "", flush=True)
         if is_cut and not interrupted.is_set():
             print(f"paged-attn: cut after {self._params.max_new_tokens} tokens; --max-new-tokens gives more", file=sys.stderr, flush=True)

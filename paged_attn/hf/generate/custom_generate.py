@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.llm import LLM
-from paged_attn.engine.requests.outputs import TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.hf.generate.kept_engine import engine_for
 from paged_attn.hf.generate.refuse import CALLED_BY_ITSELF, ON_PAGES, callers_keywords, refuse_others
@@ -228,8 +228,7 @@ class Lockstep:
         self._tokens, self._goes_on = [[] for _ in rows], [True] * len(rows)
         if not max_new_tokens:
             return self.input_ids
-        events: Iterator[TokenEvent] = llm.stream(rows, params)
-        try:
+        with closing(llm.stream(rows, params)) as events:
             for event in events:
                 self._ids[event.index] = event.request_id
                 if event.token_id is not None:
@@ -239,8 +238,6 @@ class Lockstep:
                         llm.cancel(self._ids[row])
                     if not any(self._goes_on) or self.columns == max_new_tokens:
                         return self.input_ids
-        finally:
-            events.close()  # type: ignore[attr-defined]
         raise AssertionError(f"rows of {[len(tokens) for tokens in self._tokens]} tokens ended before column {self.columns}")
 
     def _is_whole(self) -> bool:
