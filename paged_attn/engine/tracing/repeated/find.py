@@ -5,7 +5,9 @@ from __future__ import annotations
 import types
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ class AlikeLayers:
     results: int
 
 
-def alike_layers(model: nn.Module, call: Callable[[], object], fewest: int = FEWEST) -> list[AlikeLayers]:
+def alike_layers(model: nn.Module, call: Callable[[], object]) -> list[AlikeLayers]:
     """Groups of layers in the model's outermost lists that it calls once, with the same kinds of results.
 
     Args:
@@ -40,13 +42,13 @@ def alike_layers(model: nn.Module, call: Callable[[], object], fewest: int = FEW
     for name, layers in lists:
         if not all(type(tensor) in PLAIN_TENSORS for tensor in (*layers.parameters(), *layers.buffers())):
             continue  # cut over ranks, or quantised: their class knows how
-        if len(layers) < fewest or any(name.startswith(f"{other}.") for other, _ in lists):
+        if len(layers) < FEWEST or any(name.startswith(f"{other}.") for other, _ in lists):
             continue
         kinds: dict[Any, list[str]] = defaultdict(list)
         own = _own_numbers(layers)
         for index, layer in layers.named_children():
             kinds[_kind(layer, own)].append(f"{name}.{index}")
-        groups += [tuple(names) for names in kinds.values() if len(names) >= fewest]
+        groups += [tuple(names) for names in kinds.values() if len(names) >= FEWEST]
     if not groups:
         return []
     results = _results(model, [name for names in groups for name in names], call)
@@ -105,23 +107,16 @@ def form_of(tensor: Tensor) -> Any:
 def _results(model: nn.Module, names: list[str], call: Callable[[], object]) -> dict[str, list[int | None]]:
     """What each call of these layers returned: 0 a tensor like the first that it was given, n a tuple of that and n - 1 times None."""
     seen: dict[str, list[int | None]] = {name: [] for name in names}
-    undo = []
 
-    def watch(name: str) -> Callable[..., None]:
-        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            first = args[0] if args else kwargs.get("hidden_states")
-            one, *others = output if isinstance(output, tuple) and output else (output,)
-            alike = isinstance(one, Tensor) and isinstance(first, Tensor) and form_of(one) == form_of(first)
-            ours = alike and all(each is None for each in others)
-            seen[name].append((1 + len(others)) * isinstance(output, tuple) if ours else None)
+    def after(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        first = args[0] if args else kwargs.get("hidden_states")
+        one, *others = output if isinstance(output, tuple) and output else (output,)
+        alike = isinstance(one, Tensor) and isinstance(first, Tensor) and form_of(one) == form_of(first)
+        ours = alike and all(each is None for each in others)
+        seen[name].append((1 + len(others)) * isinstance(output, tuple) if ours else None)
 
-        return after
-
-    try:
-        undo += [model.get_submodule(name).register_forward_hook(watch(name), with_kwargs=True) for name in names]
-        with torch.no_grad():
-            call()
-    finally:
-        for handle in undo:
-            handle.remove()
+    with ExitStack() as undo, torch.no_grad():
+        for name in names:
+            undo.callback(model.get_submodule(name).register_forward_hook(partial(after, name), with_kwargs=True).remove)
+        call()
     return seen

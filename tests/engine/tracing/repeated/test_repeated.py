@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from paged_attn import LLM, SamplingParams
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.tracing import trace_model as tracing
-from paged_attn.engine.tracing.repeated.find import alike_layers
+from paged_attn.engine.tracing.repeated import find
 from paged_attn.engine.tracing.repeated.same_code import NotAlike, check_same_code, expression_of
 from paged_attn.passes.fx.graph_tools import source_name, value_of
 from tests.oracle import greedy, random_prompts
@@ -29,7 +28,7 @@ FEWEST = LAYERS = 3
 
 @pytest.fixture(autouse=True)
 def few_layers_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "alike_layers", functools.partial(alike_layers, fewest=FEWEST))
+    monkeypatch.setattr(find, "FEWEST", FEWEST)
 
 
 def of_type(model_type: str, **changes: Any) -> Any:
