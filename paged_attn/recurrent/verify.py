@@ -2,7 +2,8 @@
 
 Some models' own forward ignores the state when it is given several tokens, and is right only token by token. Such mistakes are of the
 size of the values. The chunk-wise and the step-wise formula of one layer differ by up to a thousandth in float32, where decays are strong;
-and by a hundredth where they are two: Nemotron-H's chunks keep time steps above a least one, and its single steps do not.
+and by a hundredth where they are two: Nemotron-H's chunks keep time steps above a least one, and its single steps do not. In 16 bits
+rounding may do more than that; the two formulas are then compared in float32.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.model_code import model_may_fail
+from paged_attn.recurrent.in_float32 import in_float32
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.watching.call_parts import Undefined
 from paged_attn.tolerances import MULTIPLE, rounding, row_errors, worst
@@ -38,8 +40,11 @@ def verified(layer: RecurrentLayer) -> RecurrentLayer:
     with torch.no_grad():
         whole = layer.run(inputs, None)
         steps, along = stepwise(layer, inputs)
-        if (error := difference(whole, steps)) > FORMULAS_APART:
-            raise undefined(layer, count, error)
+        if not (error := difference(whole, steps)) <= FORMULAS_APART:
+            refuse_infinite(layer, (whole, steps))
+            in_numbers = error_in_float32(layer, layer.given)
+            if in_numbers is None or not in_numbers <= FORMULAS_APART:
+                raise undefined(layer, count, error)
         chunks = _takes_chunks(layer, inputs, whole, error)
     return _batching(dataclasses.replace(layer, chunks=chunks, own_error=error), inputs, along)
 
@@ -60,6 +65,30 @@ def undefined(layer: RecurrentLayer, count: int, error: float) -> Undefined:
         f"{layer.spec.module} keeps recurrent state, but its own forward gives another result token by token than for {count} tokens at "
         f"once (off by {error:.2g} of its size), so that what it would generate is not defined"
     )
+
+
+def refuse_infinite(layer: RecurrentLayer, results: Sequence[Result]) -> None:
+    """Raises Undefined for a layer whose own forward leaves the range of its numbers: no two of its forms can be compared then."""
+    for output, states in results:
+        if not all(bool(each.isfinite().all()) for each in (output, *states)):
+            dtype = str(output.dtype).removeprefix("torch.")
+            raise Undefined(
+                f"{layer.spec.module} itself gives numbers that are infinite or NaN in {dtype}, whose largest is "
+                f"{torch.finfo(output.dtype).max:.3g}; look at its weights" + ", or load the model in bfloat16" * (dtype == "float16")
+            )
+
+
+def error_in_float32(layer: RecurrentLayer, inputs: Sequence[Tensor]) -> float | None:
+    """How far a 16-bit layer's forward token by token is from its forward for all tokens at once, in float32, where what rounding does is
+    left out; None if it cannot run there."""
+    twin = in_float32(layer)
+    if twin is None:
+        return None
+    wide = [value.float() if value.is_floating_point() else value for value in inputs]
+    with model_may_fail() as failures:
+        return difference(twin.run(wide, None), stepwise(twin, wide)[0])
+    logger.info("%s does not run in float32: %s", layer.spec.module, failures[0])
+    return None
 
 
 def allowed_error(result: Result, own_error: float) -> float:

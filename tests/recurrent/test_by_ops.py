@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from paged_attn.attn_ops.ops import scans
 from paged_attn.recurrent.as_ops import by_ops
 from paged_attn.recurrent.as_ops.by_ops import scopes_of, with_ops
 from paged_attn.recurrent.as_ops.functions import layer_of_ops, replaced_functions
@@ -47,6 +49,30 @@ def test_every_layer_of_these_models_is_proved(name: str) -> None:
 def test_decays_by_channel_are_proved(name: str, dtype: torch.dtype) -> None:
     layers = with_ops(layers_of(build(name).to(dtype)))
     assert layers and all(layer.ops == ("short_conv", "kda") for layer in layers)
+
+
+SHARES = [("mamba2", 2, 0.95), ("mamba2", 1, 1.03), ("bamba", 2, 0.95), ("qwen3_next", 3, 0.98)]
+
+
+@pytest.mark.parametrize(("name", "decays", "share"), SHARES)
+def test_ops_that_are_off_by_less_than_16_bits_show_do_not_replace_a_forward(
+    name: str, decays: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decays or steps in time that are a little wrong, as a wrong spelling of a softplus would give; the float32 twin shows them."""
+    run = scans.run_scan
+
+    def other(op: str, *args: Any) -> None:
+        given = list(args[4])
+        if op != "short_conv":
+            given[decays] = given[decays] * share
+        run(op, *args[:4], tuple(given), *args[5:])
+
+    model = copy.deepcopy(recurrent(name)).bfloat16()
+    assert all(layer.ops for layer in with_ops(layers_of(model)))
+    monkeypatch.setattr(scans, "run_scan", other)
+    layers = with_ops(layers_of(model))
+    assert layers and not any(layer.ops for layer in layers)
+    assert "in float32 its ops are off by" in layers[0].why_no_ops
 
 
 def test_functions_that_compute_something_else_keep_their_layer_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

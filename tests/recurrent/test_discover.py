@@ -20,6 +20,7 @@ from paged_attn.recurrent.as_ops.wrap import replaced_by_ops
 from paged_attn.recurrent.discover import find_recurrent_layers, recurrent_modules
 from paged_attn.recurrent.long_chunks import with_long_chunks
 from paged_attn.recurrent.run import RecurrentRunner
+from paged_attn.recurrent.verify import FORMULAS_APART
 from tests.recurrent_models import RECURRENT, recurrent
 from tests.tiny_models import build
 
@@ -87,6 +88,18 @@ class ForgetsInLongChunks(Mixer):
 class OtherInLongCalls(Mixer):
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().forward(hidden * (1 + (hidden.shape[1] > 64)), *args, **kwargs)
+
+
+class RoundsManyTokens(Mixer):
+    """Another formula for many tokens, which is the same but for rounding: in bfloat16 by an eighth of most outputs."""
+
+    def result(self, outputs: Tensor, state: Tensor, gate: Any) -> Any:
+        return outputs if outputs.shape[1] == 1 else outputs + 64 - 64
+
+
+class Overflows(Mixer):
+    def result(self, outputs: Tensor, state: Tensor, gate: Any) -> Any:
+        return outputs * 1e6
 
 
 class MixesRequests(Mixer):
@@ -190,6 +203,21 @@ def test_another_result_of_many_tokens_than_of_each_is_refused() -> None:
     layers = find_recurrent_layers(Toy(Mixer, OtherInLongCalls), inputs_of)
     with pytest.raises(UnsupportedError, match=r"mixers.1 keeps .* another result token by token than for 80 tokens at once"):
         with_long_chunks(layers)
+
+
+def test_two_forms_that_only_rounding_moves_apart_are_one() -> None:
+    toy = Toy(Mixer, RoundsManyTokens).bfloat16()
+    layers = find_recurrent_layers(toy, inputs_of)
+    assert layers[1].own_error > FORMULAS_APART
+    assert len(with_long_chunks(layers)) == 2
+    with pytest.raises(UnsupportedError, match=r"mixers.1 keeps .* another result token by token than for 11 tokens at once"):
+        find_recurrent_layers(Toy(Mixer, Forgets).bfloat16(), inputs_of)
+
+
+def test_a_layer_whose_own_numbers_overflow_is_refused_for_that() -> None:
+    words = r"mixers.1 itself gives numbers that are infinite or NaN in float16, whose largest is 6.55e\+04; .* load the model in bfloat16"
+    with pytest.raises(UnsupportedError, match=words):
+        find_recurrent_layers(Toy(Mixer, Overflows).half(), inputs_of)
 
 
 def test_a_layer_with_state_inside_another_is_run_by_the_outer_one() -> None:

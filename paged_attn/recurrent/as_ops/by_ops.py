@@ -15,7 +15,7 @@ from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS, StepShape
 from paged_attn.attn_ops.context import without_attention
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.state_pool import StatePool
-from paged_attn.attn_ops.model_code import MODEL_ERRORS, model_code
+from paged_attn.attn_ops.model_code import MODEL_ERRORS, model_code, model_may_fail
 from paged_attn.attn_ops.ops.define import BodiesOnFakes
 from paged_attn.attn_ops.specs.recurrent import StateSpec
 from paged_attn.backends.devices import architecture_of, device_word
@@ -24,11 +24,13 @@ from paged_attn.backends.selection.scans import ScanSelection, scans_backend, se
 from paged_attn.calling.plain_modes import evaluating
 from paged_attn.calling.reference_functions import forward_scopes
 from paged_attn.recurrent.as_ops.functions import FUNCTIONS, layer_of_ops, ops_that_ran, replaced_functions
+from paged_attn.recurrent.in_float32 import in_float32
 from paged_attn.recurrent.inline.make_program import with_program
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.program import NoOpFits
 from paged_attn.recurrent.run import OnlyKernels, RecurrentRunner
-from paged_attn.recurrent.verify import LIMIT, LIMIT_16_BIT, difference, in_parts
+from paged_attn.recurrent.verify import LIMIT, LIMIT_16_BIT, difference, in_parts, verified
+from paged_attn.recurrent.watching.call_parts import Undefined
 from paged_attn.stopwatch import part
 from paged_attn.tolerances import MULTIPLE, rounding
 
@@ -109,6 +111,7 @@ def _proved_with(layer: RecurrentLayer, backend: str, scopes: Sequence[dict[str,
         raise NoOpFits("a state of it is not a floating-point tensor")
     with torch.no_grad(), evaluating(layer.module):
         served, states = _by_functions(layer, scopes) if scopes else _by_program(layer)
+        _refuse_in_float32(layer, scopes)
         chosen = dataclasses.replace(served, scans=_selected(layer, served.ops, states, backend))
         if chosen.kernels:
             if _compiles_ahead(chosen):
@@ -126,6 +129,24 @@ def _proved_with(layer: RecurrentLayer, backend: str, scopes: Sequence[dict[str,
     if any(each.name == backend for each in chosen.scans):
         raise UnsupportedError(f"{layer.spec.module} with scans_backend={backend!r}: {why}. Try scans_backend='auto'.")
     raise NoOpFits(why)
+
+
+def _refuse_in_float32(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> None:
+    """Compares the ops of a 16-bit layer with its forward in float32, too, if it runs there. Raises NoOpFits if they differ."""
+    twin = in_float32(layer)
+    if twin is None:
+        return
+    with model_may_fail() as failures:
+        try:
+            twin = verified(twin)
+            served, _ = _by_functions(twin, scopes) if scopes else _by_program(twin)
+            error, allowed = _compared(twin, served, scopes)
+        except (Undefined, NoOpFits) as reason:
+            failures.append(reason)
+    if failures:
+        logger.info("%s is not compared with its ops in float32: %s", layer.spec.module, failures[0])
+    elif not error <= allowed:
+        raise NoOpFits(f"in float32 its ops are off by {error:.2g} of its size, allowed is {allowed:.2g}")
 
 
 def _by_functions(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple[RecurrentLayer, list[StateSpec]]:
@@ -302,7 +323,7 @@ def _limit(layer: RecurrentLayer) -> float:
     """The allowed error: rounding; in 16 bits, where the layer's own forward rounds between its steps, as much as its two forms differ."""
     dtypes = (layer.output_dtype, *(state.dtype for state in layer.spec.states))
     if any(dtype.itemsize < 4 for dtype in dtypes):
-        return LIMIT_16_BIT
+        return max(LIMIT_16_BIT, layer.own_error)
     return max(layer.own_error, MULTIPLE * rounding(*dtypes))
 
 
