@@ -18,6 +18,7 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.check.compare.against_model import Logits, check_against_model
 from paged_attn.check.compare.diagnosis import EXACT_BACKEND
 from paged_attn.check.compare.noise import Noise
+from paged_attn.check.compare.overflow import naming_overflow
 from paged_attn.check.compare.windows import attend_in_steps
 from paged_attn.check.runs.boundaries import Boundary
 from paged_attn.check.runs.served import AS_IT_IS, HowToRun, Original, Seen, Served, VisitBoundary
@@ -62,9 +63,11 @@ def check_hooked(patched: HookedModel, model_logits: Logits, prompts: Sequence[T
         longest = max_positions(patched.model)
         truth = Truth(original, list(taps.by_name.values()), prompts, others_for(prompts, longest))
         served = HookedServed(taps, settings)
-        noise = Noise(original, truth, served.is_causal, settings.length_borders)
-        check_against_model(model_logits, original, truth, type(patched.model).__name__, settings)
-        check_served(served, original, truth, noise, served.exact_attention, longest, patched.model)
+        name = type(patched.model).__name__
+        with naming_overflow(original, truth, name):
+            noise = Noise(original, truth, served.is_causal, settings.length_borders)
+            check_against_model(model_logits, original, truth, name, settings)
+            check_served(served, original, truth, noise, served.exact_attention, longest, patched.model)
     logger.info("self-check of the hooked model passed in %.2f s", time.perf_counter() - started)
 
 

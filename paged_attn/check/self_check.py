@@ -24,6 +24,7 @@ from paged_attn.check.compare.diagnosis import refusal
 from paged_attn.check.compare.later_tokens import check_later_tokens
 from paged_attn.check.compare.long_positions import check_long_positions
 from paged_attn.check.compare.noise import Noise
+from paged_attn.check.compare.overflow import naming_overflow
 from paged_attn.check.compare.ragged import compare_ragged
 from paged_attn.check.compare.suspects import unexplained
 from paged_attn.check.compare.windows import Attention, check_windows
@@ -75,13 +76,14 @@ def self_check(
         prompts = with_rare_ids(random, rare_ids((t for t in inputs.owned if isinstance(t, Tensor)), num_ids))
         truth = Truth(original, served.boundaries.all, prompts, others_for(prompts, compiled.max_positions))
         check_rows(prompts, truth.logits, inputs.takes_logits_rows)
-        noise = Noise(original, truth, served.is_causal, served.settings.length_borders)
-        if model_logits is not None:
-            name = "the model" if model is None else type(model).__name__
-            check_against_model(model_logits, original, truth, name, served.settings)
-        if compiled.pieces is not None and prompts[0].is_cuda:
-            _warm_up(served, prompts[0].device, compiled.max_positions)
-        check_served(served, original, truth, noise, partial(original.attention, truth), compiled.max_positions, model)
+        name = "the model" if model is None else type(model).__name__
+        with naming_overflow(original, truth, name):
+            noise = Noise(original, truth, served.is_causal, served.settings.length_borders)
+            if model_logits is not None:
+                check_against_model(model_logits, original, truth, name, served.settings)
+            if compiled.pieces is not None and prompts[0].is_cuda:
+                _warm_up(served, prompts[0].device, compiled.max_positions)
+            check_served(served, original, truth, noise, partial(original.attention, truth), compiled.max_positions, model)
     logger.info("self-check passed in %.2f s", time.perf_counter() - started)
 
 

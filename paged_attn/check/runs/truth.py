@@ -78,6 +78,12 @@ class Truth:
             self.names -= others
             self._axes = {name: axis for name, axis in self._axes.items() if name not in others}
 
+    @property
+    def first_infinite(self) -> str | None:
+        """The first value, in the order of the graph, that is NaN or infinite for some token; minus infinity only hides something."""
+        floating = [name for name, rows in self._rows[0].items() if rows.is_floating_point()]
+        return next((n for n in floating if any(bool((rows[n].isnan() | (rows[n] == torch.inf)).any()) for rows in self._rows)), None)
+
     def has_rows(self, name: str) -> bool:
         return name in self._axes
 
