@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,3 +57,12 @@ def operand(value: object, dims: Dims) -> Factor:
 def reduced(factors: list[Factor]) -> tuple[Factor, ...]:
     """Without factors of one."""
     return tuple(each for each in factors if is_tensor(each.node) or each.node != 1)
+
+
+def constant(factors: Sequence[Factor]) -> float:
+    """The product of those factors that are numbers; `without_constants`: the other factors."""
+    return math.prod(each.node for each in factors if not isinstance(each.node, fx.Node))
+
+
+def without_constants(factors: Sequence[Factor]) -> tuple[Factor, ...]:
+    return tuple(each for each in factors if isinstance(each.node, fx.Node))

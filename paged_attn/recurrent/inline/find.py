@@ -2,97 +2,31 @@
 
 A state of a linear recurrence is, whatever the layer is called, S' = decay * S + key^T value, and its output is query S'. Every node that
 depends on S is followed: those that are S times something plus something, in any shape, and the product or sum that takes an axis away.
+What such a sum gives is followed, too: where it comes back to the state, this is a delta rule (`corrections.py`).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from paged_attn.recurrent.inline.corrections import corrected, without
 from paged_attn.recurrent.inline.dims import ROWS, Dims, SplitAxis, after_view, fits, number, sizes, viewed
 from paged_attn.recurrent.inline.factors import Factor, factors_of, operand, reduced
+from paged_attn.recurrent.inline.forms import Linear, Product, Read, Recurrence
 from paged_attn.recurrent.inline.step_graph import TRACED_ROWS, StepGraph
 from paged_attn.recurrent.program import NoOpFits
 
 aten = torch.ops.aten
-Product = tuple[Factor, ...]
 _ORDERED = (aten.div.Tensor, aten.sub.Tensor)
 _ELEMENTWISE = (aten.mul.Tensor, aten.add.Tensor, *_ORDERED)
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A node that is decay * S + the sum of `added`; it has all axes of the state, in the order of `dims`."""
-
-    dims: Dims
-    decay: Product = ()
-    added: tuple[Product, ...] = ()
-
-    def times(self, factor: Factor) -> Linear:
-        return replace(self, decay=(*self.decay, factor), added=tuple((*each, factor) for each in self.added))
-
-
-@dataclass(frozen=True)
-class Read:
-    """A node with what an op reads of the state, plus `more`, products that are summed over the same axes; what is left of the state's axes
-    is in `dims`."""
-
-    node: fx.Node
-    dims: Dims
-    more: tuple[Product, ...] = ()
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """S' = the product of `decay`, times S, plus the product of `added`; `reads` are the product of `query` times S' (or S, if `before`),
-    summed over `summed`. No factor depends on S.
-
-    Attributes:
-        state: its placeholder.
-        axes: the size of each of its axes, and of the rows; an axis may be a part of a dimension.
-        shape: the sizes of all its axes, also those of one.
-    """
-
-    state: fx.Node
-    axes: Mapping[int, int]
-    shape: tuple[int, ...]
-    decay: Sequence[Factor]
-    added: Sequence[Factor]
-    query: Sequence[Factor]
-    summed: frozenset[int]
-    before: bool
-    reads: Sequence[Read]
-
-    @cached_property
-    def heads(self) -> list[int]:
-        """The axes along which keys, queries or decays differ; all, if the state is read as it is."""
-        more = [factor for read in self.reads for product in read.more for factor in product if factor.axes & self.summed]
-        apart = {axis for factor in (*self.of_keys, *more, *self.decay, *self.query) for axis in factor.axes} if self.summed else self.axes
-        return [axis for axis in sorted(self.axes) if axis in apart and axis not in self.summed and axis != ROWS]
-
-    @cached_property
-    def of_keys(self) -> list[Factor]:
-        """What is added, in part the keys; `of_values`: the rest."""
-        return [factor for factor in self.added if factor.axes & self.summed]
-
-    @cached_property
-    def of_values(self) -> list[Factor]:
-        return [factor for factor in self.added if not factor.axes & self.summed]
-
-    @cached_property
-    def keys(self) -> list[int]:
-        return sorted(self.summed)
-
-    @cached_property
-    def values(self) -> list[int]:
-        return [axis for axis in sorted(self.axes) if axis not in (ROWS, *self.heads, *self.keys)]
 
 
 class _SplitDimension(Exception):
@@ -134,14 +68,15 @@ class _Finder:
         for node in self.step.graph.nodes:
             if node.op == "call_function" and any(arg in self.nodes for arg in node.all_input_nodes):
                 self._follow(node)
-        if self.step.results[0] in self.nodes:
-            self.whole.add(self.step.results[0])
-        if self.new not in self.nodes:
+        self._read_whole([self.step.results[0]])
+        new = self.nodes.get(self.new)
+        if new is None or new.decay is None:
             raise NoOpFits("its new state is no linear function of the state before")
-        new = self.nodes[self.new]
         if new.dims != self.own or len(new.added) != 1:
             raise NoOpFits("its new state is not the state before times something, plus one product")
-        reads = [*self.sums, *((node, self.nodes[node], frozenset[int](), self.nodes[node].dims) for node in self.whole)]
+        inner = {node for _, node in new.returned}
+        reads = [read for read in self.sums if read[0] not in inner]
+        reads += [(node, self.nodes[node], frozenset[int](), self.nodes[node].dims) for node in self.whole]
         if not reads:
             raise NoOpFits("nothing reads its state")
         queries = [_query(new, form, bool(summed)) for _, form, summed, _ in reads]
@@ -150,47 +85,70 @@ class _Finder:
             raise NoOpFits("its state is read with several queries")
         ((query, before, summed),) = ways
         decay, added, query = (self._apart(product) for product in (new.decay, new.added[0], query))
+        share = None
+        if inner:
+            added, share = corrected(new, {node: (form, over) for node, form, over, _ in self.sums}, self._apart)
         found = [Read(node, dims, tuple(map(self._apart, more))) for (node, _, _, dims), (_, _, more) in zip(reads, queries, strict=True)]
-        self._independent([*decay, *added, *query], found)
-        return Recurrence(self.state, self.axes, self.shape, decay, added, query, summed, before, found)
+        self._independent([*decay, *added, *query, *(share or ())], found)
+        return Recurrence(self.state, self.axes, self.shape, decay, added, query, summed, before, found, share)
+
+    def _read_whole(self, nodes: Iterable[fx.Node]) -> None:
+        """These are read as they are, if they have the state itself."""
+        self.whole.update(node for node in nodes if node in self.nodes and self.nodes[node].decay is not None)
 
     def _follow(self, node: fx.Node) -> None:
         if node.target is operator.getitem or node.target is aten.sym_size.int:
             return
         given = [arg for arg in node.all_input_nodes if arg in self.nodes]
         if (shown := viewed(node)) is not None and given == [shown]:
-            self._view(node, shown)
-        elif len(given) == 1 and node.target in _ELEMENTWISE and len(node.args) == 2 and not node.kwargs:
-            self._elementwise(node, given[0])
+            followed = self._view(node, shown)
+        elif node.target is aten.neg.default:
+            followed = self.nodes[given[0]].times(Factor(-1.0))
+        elif node.target in _ELEMENTWISE and len(node.args) == 2 and not node.kwargs and node.args[0] is not node.args[1]:
+            followed = self._elementwise(node, given)
         elif node.target is aten.sum.dim_IntList:
-            self._sum(node, given[0])
+            followed = self._sum(node, given[0])
         elif node.target is aten.bmm.default and len(given) == 1:
-            self._product(node, given[0])
+            followed = self._product(node, given[0])
         else:
-            self.whole.update(given)
+            followed = None
+        if followed is None:
+            self._read_whole(given)
+        else:
+            self.nodes[node] = followed
 
-    def _elementwise(self, node: fx.Node, given: fx.Node) -> None:
+    def _elementwise(self, node: fx.Node, given: Sequence[fx.Node]) -> Linear | None:
+        """A product, quotient, sum or difference."""
         first, second = node.args
-        if first is second or (first is not given and node.target in _ORDERED):
-            self.whole.add(given)
-        elif node.target is aten.div.Tensor:
-            self._divide(node, given)
-        else:
-            other = second if first is given else first
-            if node.target is aten.mul.Tensor:
-                self._scale(node, given, other)
-            else:
-                self._add(node, given, other, -1.0 if node.target is aten.sub.Tensor else 1.0)
+        if node.target is aten.mul.Tensor:
+            return self._times(node, given[0], second if first is given[0] else first) if len(given) == 1 else None
+        if node.target is aten.div.Tensor:
+            return self._times(node, given[0], self._inverse(node)) if given == [first] else None
+        minus = -1.0 if node.target is aten.sub.Tensor else 1.0
+        left, right = (self._term(node, arg, sign) for arg, sign in ((first, 1.0), (second, minus)))
+        if left is None or right is None or left.dims != right.dims or (left.decay is not None and right.decay is not None):
+            return None
+        return left.plus(right)
 
-    def _view(self, node: fx.Node, shown: fx.Node) -> None:
+    def _term(self, node: fx.Node, arg: object, sign: float) -> Linear | None:
+        """What an operand adds to the sum that a node is."""
+        if isinstance(arg, fx.Node) and arg in self.nodes:
+            term = self.nodes[arg]
+            dims = ((),) * (len(sizes(node)) - len(term.dims)) + term.dims
+            return replace(term if sign == 1 else term.times(Factor(sign)), dims=dims) if fits(dims, sizes(node), self.axes) else None
+        others = [self.nodes[each] for each in node.all_input_nodes if each in self.nodes]
+        dims = ((),) * (len(sizes(node)) - len(others[0].dims)) + others[0].dims
+        return Linear(dims, None, (reduced([Factor(sign), operand(arg, dims)]),)) if fits(dims, sizes(node), self.axes) else None
+
+    def _view(self, node: fx.Node, shown: fx.Node) -> Linear | None:
+        form = self.nodes[shown]
         try:
-            dims = after_view(node, self.nodes[shown].dims, self.axes)
+            dims = after_view(node, form.dims, self.axes)
         except SplitAxis as split:
+            if form.decay is None:
+                return None
             raise _SplitDimension(self._with_axis(split)) from None
-        if dims is None:
-            self.whole.add(shown)
-        else:
-            self.nodes[node] = replace(self.nodes[shown], dims=dims)
+        return None if dims is None else replace(form, dims=dims)
 
     def _with_axis(self, split: SplitAxis) -> list[list[int]]:
         numbers = itertools.count()
@@ -199,59 +157,58 @@ class _Finder:
             for dimension in self.dimensions
         ]
 
-    def _result_dims(self, node: fx.Node, given: fx.Node) -> Dims | None:
-        """The dims of an elementwise result with the axes of the state alone, or None."""
-        dims = self.nodes[given].dims
-        dims = ((),) * (len(sizes(node)) - len(dims)) + dims
-        return dims if fits(dims, sizes(node), self.axes) else None
+    def _times(self, node: fx.Node, given: fx.Node, factor: object) -> Linear | None:
+        dims = self._spread(self.nodes[given].dims, sizes(node))
+        return None if dims is None else replace(self.nodes[given].times(operand(factor, dims)), dims=dims)
 
-    def _scale(self, node: fx.Node, given: fx.Node, factor: object) -> None:
-        if (dims := self._result_dims(node, given)) is None:
-            self.whole.add(given)
-        else:
-            self.nodes[node] = replace(self.nodes[given].times(operand(factor, dims)), dims=dims)
+    def _spread(self, dims: Dims, shape: Sequence[int]) -> Dims | None:
+        """The dims of a product of this shape; where it is larger than a tensor with these dims, it has axes that were summed."""
+        missing = [axis for axis in sorted(self.axes) if axis not in itertools.chain(*dims)]
+        found = [*((),) * (len(shape) - len(dims)), *dims]
+        for at, size in enumerate(shape):
+            while not found[at] and size > 1 and missing:
+                taken = [missing.pop(0)]
+                while missing and math.prod(self.axes[axis] for axis in taken) < size:
+                    taken.append(missing.pop(0))
+                found[at] = tuple(taken)
+        return tuple(found) if fits(found, shape, self.axes) else None
 
-    def _divide(self, node: fx.Node, given: fx.Node) -> None:
+    def _inverse(self, node: fx.Node) -> fx.Node | float:
         divisor: Any = node.args[1]
         if not isinstance(divisor, fx.Node):
-            self._scale(node, given, 1 / divisor)
-            return
+            return 1 / float(divisor)
         with self.step.graph.inserting_before(node):
             inverse = self.step.graph.call_function(aten.reciprocal.default, (divisor,))
         inverse.meta = divisor.meta
-        self._scale(node, given, inverse)
+        return inverse
 
-    def _add(self, node: fx.Node, given: fx.Node, other: object, sign: float) -> None:
-        if (dims := self._result_dims(node, given)) is None:
-            self.whole.add(given)
-            return
-        before, more = self.nodes[given], reduced([Factor(sign), operand(other, dims)])
-        self.nodes[node] = replace(before, dims=dims, added=(*before.added, more))
-
-    def _sum(self, node: fx.Node, given: fx.Node) -> None:
+    def _sum(self, node: fx.Node, given: fx.Node) -> Linear | None:
         form = self.nodes[given]
         where = [int(number(dim)) % len(form.dims) for dim in node.args[1] or range(len(form.dims))]  # type: ignore[union-attr]
         keep = len(node.args) > 2 and bool(node.args[2])
         summed = frozenset(axis for dim in where for axis in form.dims[dim])
         left = tuple(() if dim in where else axes for dim, axes in enumerate(form.dims) if keep or dim not in where)
-        if ROWS in summed or not summed:
-            self.whole.add(given)
-        else:
-            self.sums.append((node, form, summed, left))
+        return None if ROWS in summed or not summed else self._read(node, form, summed, left)
 
-    def _product(self, node: fx.Node, given: fx.Node) -> None:
-        """`query @ state`, or the state on the left."""
-        form = self.nodes[given]
+    def _product(self, node: fx.Node, given: fx.Node) -> Linear | None:
+        """`query @ state`, or the state on the left; or an outer product with what was read."""
+        form, right = self.nodes[given], given is node.args[1]
+        other: Any = node.args[0] if right else node.args[1]
+        if sizes(node.args[0])[2] == 1:  # type: ignore[arg-type]
+            return self._times(node, given, other)
         batch, first, last = form.dims
-        right = given is node.args[1]
-        query, summed = (node.args[0], first) if right else (node.args[1], last)
+        summed = first if right else last
         of_query: Dims = (batch, (), first) if right else (batch, last, ())
         left: Dims = (batch, (), last) if right else (batch, first, ())
-        assert isinstance(query, fx.Node)
-        if summed and fits(of_query, sizes(query), self.axes):
-            self.sums.append((node, form.times(Factor(query, of_query)), frozenset(summed), left))
-        else:
-            self.whole.add(given)
+        if not summed or not fits(of_query, sizes(other), self.axes):
+            return None
+        return self._read(node, form.times(Factor(other, of_query)), frozenset(summed), left)
+
+    def _read(self, node: fx.Node, form: Linear, summed: frozenset[int], left: Dims) -> Linear | None:
+        if form.decay is None:
+            return None
+        self.sums.append((node, form, summed, left))
+        return Linear(left, None, (), (((), node),))
 
     def _apart(self, product: Product) -> Product:
         return reduced([each for factor in product for each in factors_of(factor, self.axes)])
@@ -272,19 +229,18 @@ def _query(new: Linear, read: Linear, summed: bool) -> tuple[Product, bool, tupl
     Raises:
         NoOpFits: it is neither.
     """
-    query = _without(read.decay, new.decay)
-    if query is not None and len(read.added) == 1 and _without(read.added[0], new.added[0]) == query:
+    assert new.decay is not None and read.decay is not None
+    query = without(read.decay, new.decay)
+    if query is not None and _is_times(read, new, query):
         return query, False, ()
-    if not summed or (new.decay and query is not None):
+    if not summed or new.returned or (new.decay and query is not None):
         raise NoOpFits("it reads another state than its new one or the one before")
     return read.decay, True, read.added
 
 
-def _without(product: Product, part: Product) -> Product | None:
-    """The factors of `product` that are not in `part`, or None if one of those is missing."""
-    left = list(product)
-    for factor in part:
-        if factor not in left:
-            return None
-        left.remove(factor)
-    return tuple(left)
+def _is_times(form: Linear, of: Linear, factors: Product) -> bool:
+    """Whether each term of a form is the other's, times these factors."""
+    if (len(form.added), [node for _, node in form.returned]) != (len(of.added), [node for _, node in of.returned]):
+        return False
+    terms = ((*each.added, *(product for product, _ in each.returned)) for each in (form, of))
+    return all(without(one, other) == factors for one, other in zip(*terms, strict=True))

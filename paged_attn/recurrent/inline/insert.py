@@ -7,12 +7,12 @@ import math
 import torch
 from torch import fx
 
-from paged_attn.attn_ops.ops.scans import LINEAR_ATTENTION, MAMBA1_SCAN, SHORT_CONV
+from paged_attn.attn_ops.ops.scans import GATED_DELTA_RULE, KDA, LINEAR_ATTENTION, MAMBA1_SCAN, SHORT_CONV
 from paged_attn.attn_ops.scans.gated_delta import CHUNK
 from paged_attn.attn_ops.scans.kda import PART
 from paged_attn.recurrent.inline.dims import sizes
-from paged_attn.recurrent.inline.factors import Factor
-from paged_attn.recurrent.inline.find import Read, Recurrence
+from paged_attn.recurrent.inline.factors import Factor, constant, reduced, without_constants
+from paged_attn.recurrent.inline.forms import Read, Recurrence
 from paged_attn.recurrent.inline.operands import Operands
 from paged_attn.recurrent.inline.step_graph import StepGraph
 from paged_attn.recurrent.inline.windows import Window
@@ -51,8 +51,8 @@ def insert_op(step: StepGraph, found: Recurrence | Window, layer_id: fx.Node, st
             name, output = "short_conv", _short_conv(build, found, *ids)
         else:
             build = Operands(step, found.axes, found.heads, found.values)
-            of = _linear_attention if found.summed else _scan_of_channels
-            name, output = ("linear_attention" if found.summed else "mamba1_scan"), of(build, found, *ids)
+            of = _scan_of_channels if not found.summed else _linear_attention if found.share is None else _delta_rule
+            name, output = of(build, found, *ids)
         results = [build.as_read(_with_more(build, found, output, read), read.dims, read.node) for read in found.reads]
     last = results[-1]
     for node in earlier:
@@ -97,16 +97,31 @@ def dtype_of(factor: Factor) -> torch.dtype:
     return dtype
 
 
-def _linear_attention(build: Operands, found: Recurrence, layer_id: fx.Node, state_id: int) -> fx.Node:
+def _linear_attention(build: Operands, found: Recurrence, layer_id: fx.Node, state_id: int) -> tuple[str, fx.Node]:
     query, key = (build.product(factors, found.keys) for factors in (found.query, found.of_keys))
-    value, decays = build.product(found.of_values, found.values), build.decays(found)
-    shape = (build.step.rows, build.count(found.heads), build.count(found.values))
-    output = build.made(aten.new_empty.default, shape, dtype=found.reads[0].node.meta["val"].dtype)
+    value, decays, output = build.product(found.of_values, found.values), build.decays(found), _new_output(build, found)
     build.call(LINEAR_ATTENTION, query, key, value, decays, output, found.before, layer_id, state_id)
-    return output
+    return "linear_attention", output
 
 
-def _scan_of_channels(build: Operands, found: Recurrence, layer_id: fx.Node, state_id: int) -> fx.Node:
+def _delta_rule(build: Operands, found: Recurrence, layer_id: fx.Node, state_id: int) -> tuple[str, fx.Node]:
+    assert found.share is not None
+    scale = constant(found.query) * build.count(found.keys) ** 0.5  # the op divides by the root
+    query = build.product(reduced([*without_constants(found.query), Factor(scale)]), found.keys)
+    key, value, decays = build.product(found.of_keys, found.keys), build.product(found.of_values, found.values), build.decays(found)
+    share = build.call(aten.squeeze.dim, build.product(found.share, []), 2)
+    name, op = ("kda", KDA) if found.decays_by_channel else ("gated_delta_rule", GATED_DELTA_RULE)
+    output = _new_output(build, found)
+    build.call(op, query, key, value, decays, share, output, False, layer_id, state_id)
+    return name, output
+
+
+def _new_output(build: Operands, found: Recurrence) -> fx.Node:
+    shape = (build.step.rows, build.count(found.heads), build.count(found.values))
+    return build.made(aten.new_empty.default, shape, dtype=found.reads[0].node.meta["val"].dtype)
+
+
+def _scan_of_channels(build: Operands, found: Recurrence, layer_id: fx.Node, state_id: int) -> tuple[str, fx.Node]:
     """Mamba-1's scan with a single element for each channel: S = exp(-dt) S + dt x, so that x is what is added, divided by dt."""
     channels, rows = build.count(found.heads), build.step.rows
     dt = build.call(aten.clamp_min.default, build.call(aten.neg.default, build.decays(found)), SHORTEST)
@@ -115,14 +130,14 @@ def _scan_of_channels(build: Operands, found: Recurrence, layer_id: fx.Node, sta
     a, ones = build.made(aten.new_full.default, (channels, 1), -1.0), build.made(aten.new_ones.default, (rows, 1))
     output = build.made(aten.new_empty.default, (rows, channels))
     build.call(MAMBA1_SCAN, x, dt, a, ones, ones, output, layer_id, state_id)
-    if not found.query:
-        return output
-    return build.call(aten.mul.Tensor, output, build.call(aten.squeeze.dim, build.product(found.query, []), 2))
+    if found.query:
+        output = build.call(aten.mul.Tensor, output, build.call(aten.squeeze.dim, build.product(found.query, []), 2))
+    return "mamba1_scan", output
 
 
 def _factors(found: Recurrence | Window) -> list[Factor]:
     if isinstance(found, Recurrence):
-        return [*found.decay, *found.added, *found.query]
+        return [*found.decay, *found.added, *found.query, *(found.share or ())]
     return [found.new, *([found.weights] if isinstance(found.weights, Factor) else [])]
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from torch import Tensor, fx, nn
 
 from paged_attn.attn_ops.model_code import model_code
-from paged_attn.recurrent.inline.find import Recurrence, recurrence_of
+from paged_attn.recurrent.inline.find import recurrence_of
+from paged_attn.recurrent.inline.forms import Recurrence
 from paged_attn.recurrent.inline.insert import insert_op, layout_of, refuse_wide
 from paged_attn.recurrent.inline.step_graph import StepGraph, step_graph
 from paged_attn.recurrent.inline.windows import Window, window_of

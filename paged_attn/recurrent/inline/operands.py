@@ -11,7 +11,7 @@ from torch import fx
 
 from paged_attn.recurrent.inline.dims import ROWS, Dims, viewed
 from paged_attn.recurrent.inline.factors import Factor
-from paged_attn.recurrent.inline.find import Recurrence
+from paged_attn.recurrent.inline.forms import Recurrence
 from paged_attn.recurrent.inline.step_graph import StepGraph
 
 aten = torch.ops.aten
@@ -48,14 +48,13 @@ class Operands:
 
     def decays(self, found: Recurrence) -> fx.Node:
         """[rows, H] or [rows, H, K]: the logarithm of the decay, in float32."""
-        by_channel = any(factor.axes & found.summed for factor in found.decay)
-        last = found.keys if by_channel else []
+        last = found.keys if found.decays_by_channel else []
         terms = [self._arranged(self._logarithm(factor), last) for factor in found.decay]
         result = terms[0] if terms else self.call(aten.zeros_like.default, self._ones(last))
         for term in terms[1:]:
             result = self.call(aten.add.Tensor, result, term)
         result = self._flat(result, last)
-        return result if by_channel else self.call(aten.squeeze.dim, result, 2)
+        return result if found.decays_by_channel else self.call(aten.squeeze.dim, result, 2)
 
     def _logarithm(self, factor: Factor) -> Factor:
         node = factor.node

@@ -15,7 +15,7 @@ from torch import fx
 
 from paged_attn.recurrent.inline.dims import ROWS, Dims, SplitAxis, after_view, fits, number, sizes, viewed
 from paged_attn.recurrent.inline.factors import Factor, operand
-from paged_attn.recurrent.inline.find import Read
+from paged_attn.recurrent.inline.forms import Read
 from paged_attn.recurrent.inline.step_graph import TRACED_ROWS, StepGraph
 from paged_attn.recurrent.program import NoOpFits
 

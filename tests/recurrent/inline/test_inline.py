@@ -93,7 +93,6 @@ class Scaled(Retention):
 @pytest.mark.parametrize(
     ("mixer", "why"),
     [
-        (remote.Corrected, "it reads another state than its new one or the one before"),
         (Recalled, "its state is read with several queries"),
         (Added, "its new state is not the state before times something, plus one product"),
         (Scaled, "it reads a tensor [3, 1, 1] that is neither its module's nor computed from its inputs"),
