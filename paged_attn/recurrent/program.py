@@ -5,32 +5,48 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
+from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec
 
 
 class NoOpFits(Exception):
     """Why a layer does not compute what an op computes."""
 
 
+class Part(NamedTuple):
+    """The module's state at this index; with `dim` (0: the rows), what it holds there at `at`."""
+
+    state: int
+    dim: int | None = None
+    at: int = 0
+
+
 @dataclass(frozen=True)
 class StateLayout:
-    """How a state of the module becomes the op's: the sizes of its axes, and which of them each dimension of the op's state holds."""
+    """How a state of the module, or a part of one, becomes the op's: the sizes of its axes, and which of them each dimension of the op's
+    state holds."""
 
+    part: Part
     axes: tuple[int, ...]
     dims: tuple[tuple[int, ...], ...]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(math.prod(self.axes[axis] for axis in dim) for dim in self.dims)
+    def spec(self, states: Sequence[StateSpec]) -> StateSpec:
+        """The op's state, for the module's."""
+        spec, (_, dim, at) = states[self.part.state], self.part
+        where = "" if dim is None else f"[{':, ' * (dim - 1)}{at}]"
+        return StateSpec(spec.name + where, tuple(math.prod(self.axes[axis] for axis in each) for each in self.dims), spec.dtype)
 
-    def of(self, states: Tensor) -> Tensor:
-        """The module's states [N, ...] as the op's [N, *shape]."""
+    def of(self, states: Sequence[Tensor]) -> Tensor:
+        """The op's state [N, *shape], of the module's states [N, ...]."""
+        state = states[self.part.state]
+        if self.part.dim is not None:
+            state = state.select(self.part.dim, self.part.at)
         order = [1 + axis for dim in self.dims for axis in dim]
-        return states.reshape(len(states), *self.axes).permute(0, *order).reshape(len(states), *self.shape)
+        sizes = [math.prod(self.axes[axis] for axis in dim) for dim in self.dims]
+        return state.reshape(len(state), *self.axes).permute(0, *order).reshape(len(state), *sizes)
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,7 @@ class Program:
         inputs: which of the layer's inputs it takes.
         owned: the paths of the module's tensors that it takes.
         ops: the names of its ops.
-        states: the layout of each state.
+        states: the layout of each op's state.
         spec: what the module itself keeps.
         text: all of it, as text.
     """

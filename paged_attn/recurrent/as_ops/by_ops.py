@@ -224,7 +224,7 @@ def apart(layer: RecurrentLayer, served: RecurrentLayer, scopes: Sequence[dict[s
         slots = [*batch.state_slots_host, *(kept.slot for kept in KEPT.get(number, ()))]
         states = [[state[slots].float() for state in pool.states(0)] for pool in pools]
         if served.program is not None:
-            states[0] = [layout.of(state) for layout, state in zip(served.program.states, states[0], strict=True)]
+            states[0] = [layout.of(states[0]) for layout in served.program.states]
         results = [(rows[:, :total].flatten(2), after) for rows, after in zip((output, result), states, strict=True)]
         error = max(error, difference(*results))
     return error

@@ -14,9 +14,10 @@ from paged_attn.recurrent.inline.dims import sizes
 from paged_attn.recurrent.inline.factors import Factor, constant, reduced, without_constants
 from paged_attn.recurrent.inline.forms import Read, Recurrence
 from paged_attn.recurrent.inline.operands import Operands
+from paged_attn.recurrent.inline.selective import Selective, selective_of
 from paged_attn.recurrent.inline.step_graph import StepGraph
 from paged_attn.recurrent.inline.windows import Window
-from paged_attn.recurrent.program import NoOpFits, StateLayout
+from paged_attn.recurrent.program import NoOpFits, Part, StateLayout
 
 aten = torch.ops.aten
 TAPS = -2  # the axis of a convolution's taps, which has one more than the state, or fewer
@@ -26,6 +27,8 @@ SHORTEST = 1e-20  # a time step that decays nothing, and by which numbers can st
 
 def refuse_wide(step: StepGraph, found: Recurrence) -> None:
     """Raises NoOpFits if a token's scores and decays, or its state where that is read as it is, take too much memory."""
+    if found.summed and selective_of(found) is not None:
+        return
     heads, keys = (math.prod(found.axes[axis] for axis in axes) for axes in (found.heads, found.keys))
     own = heads * max(CHUNK, CHUNK // PART * keys) if found.summed else heads
     allowed = WIDEST * max(math.prod(sizes(node)[1:]) for node in step.inputs)
@@ -33,12 +36,12 @@ def refuse_wide(step: StepGraph, found: Recurrence) -> None:
         raise NoOpFits(f"for each token it would need {own:,} scores, decays or elements of its state; allowed are {allowed:,}")
 
 
-def layout_of(found: Recurrence | Window) -> StateLayout:
+def layout_of(found: Recurrence | Window, part: Part) -> StateLayout:
     ones = [axis for axis in range(len(found.shape)) if axis not in found.axes]
     if isinstance(found, Window):
-        return StateLayout(found.shape, ((*ones, *found.channels), () if found.taps is None else (found.taps,)))
+        return StateLayout(part, found.shape, ((*ones, *found.channels), () if found.taps is None else (found.taps,)))
     dims = (*ones, *found.heads), tuple(found.keys), tuple(found.values)
-    return StateLayout(found.shape, dims if found.summed else dims[:2])
+    return StateLayout(part, found.shape, dims if found.summed and selective_of(found) is None else dims[:2])
 
 
 def insert_op(step: StepGraph, found: Recurrence | Window, layer_id: fx.Node, state_id: int) -> str:
@@ -51,8 +54,7 @@ def insert_op(step: StepGraph, found: Recurrence | Window, layer_id: fx.Node, st
             name, output = "short_conv", _short_conv(build, found, *ids)
         else:
             build = Operands(step, found.axes, found.heads, found.values)
-            of = _scan_of_channels if not found.summed else _linear_attention if found.share is None else _delta_rule
-            name, output = of(build, found, *ids)
+            name, output = _of_matrix(build, found, *ids) if found.summed else _scan_of_channels(build, found, *ids)
         results = [build.as_read(_with_more(build, found, output, read), read.dims, read.node) for read in found.reads]
     last = results[-1]
     for node in earlier:
@@ -74,7 +76,7 @@ def _short_conv(build: Operands, found: Window, layer_id: fx.Node, state_id: int
         weight = build.call(aten.cat.default, [build.made(target, (channels, size), dtype=dtype) for size, target in parts], 1)
     else:
         dims = tuple(tuple(TAPS if axis == found.taps else axis for axis in dim) for dim in found.weights.dims)
-        weight = build.per_channel(Factor(found.weights.node, dims), TAPS)
+        weight = build.per_channel([Factor(found.weights.node, dims)], [TAPS])
     output = build.made(aten.new_empty.default, (build.step.rows, channels), dtype=dtype)
     build.call(SHORT_CONV, x, weight, None, output, "", [], layer_id, state_id)
     return output
@@ -95,6 +97,27 @@ def dtype_of(factor: Factor) -> torch.dtype:
     assert isinstance(factor.node, fx.Node)
     dtype: torch.dtype = factor.node.meta["val"].dtype
     return dtype
+
+
+def _of_matrix(build: Operands, found: Recurrence, layer_id: fx.Node, state_id: int) -> tuple[str, fx.Node]:
+    selective = selective_of(found)
+    if selective is not None:
+        return _selective_scan(build, found, selective, layer_id, state_id)
+    return (_linear_attention if found.share is None else _delta_rule)(build, found, layer_id, state_id)
+
+
+def _selective_scan(build: Operands, found: Recurrence, parts: Selective, layer_id: fx.Node, state_id: int) -> tuple[str, fx.Node]:
+    dt, x = (build.call(aten.squeeze.dim, build.float32(build.product(each, [])), 2) for each in (parts.steps, parts.x))
+    if not parts.divided:
+        x = build.call(aten.div.Tensor, x, dt)
+    of_all = Operands(build.step, found.axes, [])
+    queries = [factor for factor in found.query if factor.axes & found.summed]
+    b, c = (build.call(aten.squeeze.dim, of_all.product(each, found.keys), 1) for each in (found.of_keys, queries))
+    output = build.made(aten.new_empty.default, (build.step.rows, build.count(found.heads)))
+    build.call(MAMBA1_SCAN, x, dt, build.float32(build.per_channel(parts.rates, found.keys)), b, c, output, layer_id, state_id)
+    if parts.more:
+        output = build.call(aten.mul.Tensor, output, build.call(aten.squeeze.dim, build.product(parts.more, []), 2))
+    return "mamba1_scan", output
 
 
 def _linear_attention(build: Operands, found: Recurrence, layer_id: fx.Node, state_id: int) -> tuple[str, fx.Node]:

@@ -21,8 +21,8 @@ def with_program(layer: RecurrentLayer) -> RecurrentLayer:
     """The layer with its program, and with the states of its ops. Raises as `program_of`."""
     with model_code(lambda why: NoOpFits(f"the graph of its step cannot be read: {why}")):
         program = program_of(layer)
-    states = [replace(state, shape=layout.shape) for state, layout in zip(layer.spec.states, program.states, strict=True)]
-    return replace(layer, spec=replace(layer.spec, states=tuple(states)), program=program)
+    states = tuple(layout.spec(layer.spec.states) for layout in program.states)
+    return replace(layer, spec=replace(layer.spec, states=states), program=program)
 
 
 def program_of(layer: RecurrentLayer) -> Program:
@@ -38,7 +38,7 @@ def program_of(layer: RecurrentLayer) -> Program:
     with graph.inserting_before(step.inputs[0]):
         layer_id = graph.placeholder("layer_id")
     found = [_found(step, index) for index in range(len(step.states))]
-    layouts = [layout_of(each) for each in found]
+    layouts = [layout_of(each, part) for each, part in zip(found, step.parts, strict=True)]
     ops = [insert_op(step, each, layer_id, index) for index, each in enumerate(found)]
     step.output.args = (step.results[0],)
     graph.eliminate_dead_code()

@@ -40,11 +40,20 @@ class Operands:
 
     def product(self, factors: Sequence[Factor], last: Sequence[int]) -> fx.Node:
         """[rows, H, X]: the product of these factors, with the axes in `last` as X."""
+        return self._flat(self._multiplied(factors, last), last)
+
+    def per_channel(self, factors: Sequence[Factor], last: Sequence[int]) -> fx.Node:
+        """[H, X]: the same of factors without rows."""
+        sizes = [self.axes[axis] for axis in (*self.heads, *last)]
+        full = self.call(aten.expand.default, self._multiplied(factors, last), [1, *sizes])
+        return self.call(aten.reshape.default, full, [self.count(self.heads), self.count(last)])
+
+    def _multiplied(self, factors: Sequence[Factor], last: Sequence[int]) -> fx.Node:
         tensors = [self._arranged(factor, last) for factor in factors if isinstance(factor.node, fx.Node)]
         result = tensors[0] if tensors else self._ones(last)
         for other in (*tensors[1:], *(factor.node for factor in factors if not isinstance(factor.node, fx.Node))):
             result = self.call(aten.mul.Tensor, result, other)
-        return self._flat(result, last)
+        return result
 
     def decays(self, found: Recurrence) -> fx.Node:
         """[rows, H] or [rows, H, K]: the logarithm of the decay, in float32."""
@@ -87,12 +96,6 @@ class Operands:
             node = self.call(aten.reshape.default, node, [self._size(axis) for axis in have])
             node = self.call(aten.permute.default, node, [have.index(axis) for axis in present])
         return self.call(aten.reshape.default, node, [self._size(axis) if axis in have else 1 for axis in wanted])
-
-    def per_channel(self, factor: Factor, last: int) -> fx.Node:
-        """[H, X] of a factor without rows, with the axis `last` as X."""
-        shape = [self.count(self.heads), self.axes[last]]
-        full = self.call(aten.expand.default, self._arranged(factor, [last]), [1, *(self.axes[axis] for axis in (*self.heads, last))])
-        return self.call(aten.reshape.default, full, shape)
 
     def _flat(self, node: fx.Node, last: Sequence[int]) -> fx.Node:
         """[rows, H, X] of what is arranged."""

@@ -19,8 +19,11 @@ from torch.utils._pytree import tree_map_only
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.passes.fx.graph_tools import writes_in_place
+from paged_attn.recurrent.inline.traced.last_columns import with_last_columns
+from paged_attn.recurrent.inline.traced.parts import into_parts
+from paged_attn.recurrent.inline.traced.repeated_weights import without_repeated_weights
 from paged_attn.recurrent.layer import RecurrentLayer
-from paged_attn.recurrent.program import NoOpFits
+from paged_attn.recurrent.program import NoOpFits, Part
 
 TRACED_ROWS = 8191  # a prime, so that no other size is a multiple of it
 aten = torch.ops.aten
@@ -56,7 +59,7 @@ class StepGraph:
 
     Attributes:
         graph: each node has its value on fake tensors of `TRACED_ROWS` rows in meta["val"].
-        inputs, states: placeholders, in the order of the layer's operands and of its states.
+        inputs, states: placeholders, in the order of the layer's operands and of its states; `parts`: what each of `states` is.
         owned: placeholder -> the path of the module's tensor.
         rows: the node of the number of rows.
         replaced: what read a state -> the node that has it of an op.
@@ -67,6 +70,7 @@ class StepGraph:
     states: list[fx.Node]
     owned: dict[fx.Node, str]
     rows: fx.Node
+    parts: list[Part]
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def now(self, node: fx.Node) -> fx.Node:
@@ -100,10 +104,10 @@ def step_graph(layer: RecurrentLayer) -> StepGraph:
         return output, *after
 
     device = layer.given[0].device
-    states = [torch.zeros(1, *state.shape, dtype=state.dtype, device=device) for state in layer.spec.states]
+    empty = [torch.zeros(1, *state.shape, dtype=state.dtype, device=device) for state in layer.spec.states]
     failed = model_code(lambda why: NoOpFits(f"the graph of its step cannot be traced: {why}"))
     with failed, left_as_it_was(layer.module), torch.no_grad():  # what it keeps of this call has no numbers
-        given = [fake(one) for one in (*(value[:, :1] for value in layer.given), *states)]
+        given = [fake(one) for one in (*(value[:, :1] for value in layer.given), *empty)]
         with mode:
             traced = _traced(step, given)
             if any(writes_in_place(node) for node in traced.graph.nodes):
@@ -116,8 +120,11 @@ def step_graph(layer: RecurrentLayer) -> StepGraph:
     placeholders = list(graph.find_nodes(op="placeholder"))
     owned = _owned(traced, layer.module)
     _as_linears(graph)
+    states, parts = into_parts(graph, placeholders[count:])
+    with_last_columns(graph)
+    without_repeated_weights(graph, TRACED_ROWS)
     rows = _for_any_rows(graph)
-    return StepGraph(graph, placeholders[:count], placeholders[count:], owned, rows)
+    return StepGraph(graph, placeholders[:count], states, owned, rows, parts)
 
 
 def _traced(step: Callable[..., Any], given: Sequence[Tensor]) -> fx.GraphModule:

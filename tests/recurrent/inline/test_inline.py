@@ -17,7 +17,7 @@ MATRIX = ("linear_attention", (HEADS, KEYS, VALUES))
 FOUND = {
     remote.Retention: MATRIX, remote.Transposed: MATRIX, remote.Flat: MATRIX, remote.Gated: MATRIX, remote.Selective: MATRIX,
     remote.Bonus: MATRIX,
-    remote.Channels: ("linear_attention", (HEADS * VALUES, KEYS, 1)), remote.Elementwise: ("mamba1_scan", (HEADS * VALUES, 1)),
+    remote.Channels: ("mamba1_scan", (HEADS * VALUES, KEYS)), remote.Elementwise: ("mamba1_scan", (HEADS * VALUES, 1)),
     remote.Shifted: ("short_conv", (WIDTH, 1)), remote.Convolved: ("short_conv", (WIDTH, 3)),
     remote.ConvolvedByTorch: ("short_conv", (WIDTH, 3)), remote.Rolled: ("short_conv", (WIDTH, 4)),
     remote.TapsFirst: ("short_conv", (WIDTH, 3)),
