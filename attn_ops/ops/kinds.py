@@ -17,7 +17,7 @@ from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS, REQUEST_LENGTHS
 from paged_attn.attn_ops.ops.recompute import RECOMPUTE_ATTENTION
 from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
 from paged_attn.attn_ops.ops.routing import ROUTE
-from paged_attn.attn_ops.ops.scans import GATED_DELTA_RULE, KDA, LINEAR_ATTENTION, MAMBA1_SCAN, MAMBA2_SCAN, SHORT_CONV
+from paged_attn.attn_ops.ops.scans import CHANNEL_SCAN, GATED_DELTA_RULE, KDA, LINEAR_ATTENTION, MAMBA1_SCAN, MAMBA2_SCAN, SHORT_CONV
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ KINDS = (
     OpKind(LINEAR_ATTENTION, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(MAMBA2_SCAN, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(MAMBA1_SCAN, splits=True, in_full_graphs=True, on_disk=True),
+    OpKind(CHANNEL_SCAN, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(MODULE, splits=True, in_full_graphs=False, on_disk=False),
     OpKind(BATCH_POSITIONS, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(REQUEST_LENGTHS, splits=True, in_full_graphs=True, on_disk=True),
@@ -60,4 +61,4 @@ KINDS = (
     OpKind(LORA_UP, splits=False, in_full_graphs=True, on_disk=True),
 )
 # Ops of layers with recurrent state: a graph with only these can be served without attention.
-WITH_STATE = (RECURRENT_LAYER, SHORT_CONV, GATED_DELTA_RULE, KDA, LINEAR_ATTENTION, MAMBA2_SCAN, MAMBA1_SCAN)
+WITH_STATE = (RECURRENT_LAYER, SHORT_CONV, GATED_DELTA_RULE, KDA, LINEAR_ATTENTION, MAMBA2_SCAN, MAMBA1_SCAN, CHANNEL_SCAN)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.context import recurrent_context_of
 from paged_attn.attn_ops.ops.define import define_op
+from paged_attn.attn_ops.scans.channels import channel_scan_extend, channel_scan_step
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
 from paged_attn.attn_ops.scans.kda import kda_extend
 from paged_attn.attn_ops.scans.linear import linear_attention_extend, linear_attention_step
@@ -123,6 +124,21 @@ MAMBA2_SCAN = define_op(
 MAMBA1_SCAN = define_op(
     "mamba1_scan_with_output(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor(a!) output, int layer_id, int state_id) -> ()",
     _mamba1,
+)
+
+
+# A scan of single numbers, which returns the state before each token.
+def _channels(decay: Tensor, x: Tensor, output: Tensor, maximum: bool, initial: float, layer_id: int, state_id: int) -> None:
+    """decay, x, output [T, channels]; the state is [channels], of fresh requests `initial`. Rows past the batch's real tokens are zeroed.
+
+    `maximum`: S = max(S + decay, x), else S = decay S + x.
+    """
+    run_scan("channel_scan", layer_id, state_id, channel_scan_extend, channel_scan_step, (decay, x, output, maximum, initial), output)
+
+
+CHANNEL_SCAN = define_op(
+    "channel_scan_with_output(Tensor decay, Tensor x, Tensor(a!) output, bool maximum, float initial, int layer_id, int state_id) -> ()",
+    _channels,
 )
 
 

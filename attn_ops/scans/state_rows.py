@@ -96,10 +96,10 @@ class Extends:
             waves.append(Wave(self._on_device(rows), self._on_device(ends), torch.from_numpy(ends), *parts))
         return waves
 
-    def before(self, states: Tensor) -> Tensor:
-        """The states [E, ...] that the requests start from; zeros for fresh ones."""
+    def before(self, states: Tensor, initial: float = 0.0) -> Tensor:
+        """The states [E, ...] that the requests start from; `initial` for fresh ones."""
         found = states[self.slots_on_device]
-        return torch.where(self.continues.view(-1, *[1] * (found.dim() - 1)), found, found.new_zeros(()))
+        return torch.where(self.continues.view(-1, *[1] * (found.dim() - 1)), found, found.new_full((), initial))
 
     def chunks(self, size: int) -> Chunks:
         """The requests cut into chunks of `size` tokens; computed once for all layers of a step."""

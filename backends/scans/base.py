@@ -16,7 +16,7 @@ from paged_attn.backends.needs import Needs, names_of, unmet_needs
 
 # Functions of `attn_ops/scans/`, which define the results, and the kernels that replace them.
 Kernels = Mapping[Callable[..., None], Kernel]
-OPS = frozenset({"short_conv", "gated_delta_rule", "kda", "linear_attention", "mamba2_scan", "mamba1_scan"})
+OPS = frozenset({"short_conv", "gated_delta_rule", "kda", "linear_attention", "mamba2_scan", "mamba1_scan", "channel_scan"})
 # (rows of each given tensor, the wave, states [N, ...] before its segments) -> (output rows, states after them).
 Sequences = Callable[[Sequence[Tensor], Wave, Tensor], tuple[Tensor, Tensor]]
 

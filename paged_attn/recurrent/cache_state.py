@@ -109,6 +109,13 @@ class CacheTemplate:
         kept = {path: self._full_tensor(path, state) for path, state in zip(self.state_paths, states, strict=True)}
         return _copy_along(self.present, self._tree, (), kept)
 
+    @property
+    def empty(self) -> list[Tensor | None]:
+        """The states [1, ...] of an empty cache; None for what it does not hold yet."""
+        found = [self._start.get(path) for path in self.state_paths]
+        columns = [self._columns.get(path) for path in self.state_paths]
+        return [state if state is None or at is None else state.select(*at) for state, at in zip(found, columns, strict=True)]
+
     def _full_tensor(self, path: Path, state: Tensor) -> Tensor:
         """The model's tensor, of which the state may be only a column."""
         if path not in self._columns:

@@ -23,6 +23,7 @@ BODIES = {
     scans.SHORT_CONV: scans._short_conv, recurrent.RECURRENT_LAYER: recurrent._run,
     scans.GATED_DELTA_RULE: scans._gated_delta, scans.LINEAR_ATTENTION: scans._linear_attention,
     scans.MAMBA2_SCAN: scans._mamba2, scans.MAMBA1_SCAN: scans._mamba1,
+    scans.CHANNEL_SCAN: scans._channels,
 }  # fmt: skip
 WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.item.default}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from paged_attn.attn_ops.scans.channels import channel_scan_extend, channel_scan_step
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
 from paged_attn.attn_ops.scans.kda import kda_extend
 from paged_attn.attn_ops.scans.linear import linear_attention_extend, linear_attention_step
@@ -40,4 +41,6 @@ class TritonScans(ScansBackend):
             linear_attention_extend: ssd.linear_attention,
             mamba2_extend: ssd.mamba2,
             mamba1_extend: prompts.mamba1,
+            channel_scan_step: steps.channels,
+            channel_scan_extend: prompts.channels,
         }

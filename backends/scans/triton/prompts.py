@@ -1,4 +1,4 @@
-"""Launches the kernels of prompts, and of all requests with more than one new token: the delta rules and Mamba-1."""
+"""Launches the kernels of prompts, and of all requests with more than one new token: the delta rules, Mamba-1 and single numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paged_attn.attn_ops.scans.gated_delta import EPS
 from paged_attn.attn_ops.scans.state_rows import Extends
 from paged_attn.backends.compiling.compile_ahead import launch
 from paged_attn.backends.scans.triton.kda_kernel import scan_by_channel, solve_by_channel, sum_decays
-from paged_attn.backends.scans.triton.prompts_kernel import scan_channels, scan_chunks, solve_chunks
+from paged_attn.backends.scans.triton.prompts_kernel import scan_channels, scan_chunks, scan_numbers, solve_chunks
 
 MOST = 256  # largest state dimension that a program holds whole
 CHUNK = 32  # tokens, solved one after the other
@@ -23,6 +23,7 @@ COLUMNS = 64  # Trap: of 16 bits not fewer: on Hopper, Triton 3.6 multiplies mat
 # wrongly, or reads past its shared memory (triton#11366); tests/gpu/test_scans.py has the widths that showed it
 TOKENS = 32  # Mamba-1 tokens that are combined at once
 NUMBERS = 2048  # (token, channel, state) decays per program
+SINGLE = 64  # channels of single numbers per program
 
 NARROW = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # operands of products; sums and states are float32
 PART = 16  # tokens within which decays are computed as differences
@@ -65,6 +66,17 @@ def mamba1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tenso
         scan_channels, (len(extends.lengths), triton.cdiv(channels, block_c)),
         x, dt, a, b, c, output, states, *_where(extends, TOKENS), *x.stride(), *dt.stride(), *a.stride(), *b.stride(), *c.stride(),
         output.stride(0), states.stride(0), C=channels, N=n_dim, BLOCK_T=TOKENS, BLOCK_C=block_c, BLOCK_N=block_n,
+    )  # fmt: skip
+    return True
+
+
+def channels(decay: Tensor, x: Tensor, output: Tensor, maximum: bool, initial: float, states: Tensor, extends: Extends) -> bool:
+    """Computes `channel_scan_extend`."""
+    count = states.shape[1]
+    launch(
+        scan_numbers, (len(extends.lengths), triton.cdiv(count, SINGLE)),
+        decay, x, output, states, *_where(extends, TOKENS), *decay.stride(), *x.stride(), output.stride(0), states.stride(0), initial,
+        C=count, MAXIMUM=maximum, BLOCK_T=TOKENS, BLOCK_C=SINGLE,
     )  # fmt: skip
     return True
 

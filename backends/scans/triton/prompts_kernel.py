@@ -1,5 +1,5 @@
-"""Runs prompts through states of the delta rule and of Mamba-1: each chunk's update is computed for all chunks at once, and then one loop
-goes over the chunks of each request."""
+"""Runs prompts through states of the delta rule, of Mamba-1 and of single numbers: each chunk's update is computed for all chunks at once,
+and then one loop goes over the chunks of each request."""
 
 # mypy: ignore-errors
 
@@ -187,3 +187,46 @@ def _unit(rows, eps, NORMALISE: tl.constexpr):
         wide = rows.to(tl.float32)
         factor = tl.rsqrt(tl.sum(wide * wide, 1) + eps)
     return factor
+
+
+@triton.jit
+def scan_numbers(
+    decay, x, output, states, slots, continues, requests, chunks, decay_row, decay_dim, x_row, x_dim, output_row, slot_stride, initial,
+    C: tl.constexpr, MAXIMUM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Takes some channels of a state [C] through a request, BLOCK_T tokens at a time; `requests` and `chunks` as above. A token's output is
+    the state before it, so the scan is over the tokens before each."""
+    request, channel = tl.program_id(0), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    t, first, count = tl.arange(0, BLOCK_T), tl.load(requests + request), tl.load(requests + tl.num_programs(0) + request)
+    held = channel < C
+    before = states + channel + tl.load(slots + request).to(tl.int64) * slot_stride
+    now = tl.load(before, mask=held & tl.load(continues + request), other=0.0).to(tl.float32)
+    now = tl.where(tl.load(continues + request), now, initial)
+    for chunk in range(first, first + count):
+        start, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 1)
+        row, past = start + t, (t > 0) & (t < tokens)
+        passed = _tile(decay, row - 1, past, channel, decay_row, decay_dim, C).to(tl.float32)
+        added = _tile(x, row - 1, past, channel, x_row, x_dim, C).to(tl.float32)
+        last = start + tokens - 1
+        last_passed = tl.load(decay + last * decay_row + channel * decay_dim, mask=held, other=0.0).to(tl.float32)
+        last_added = tl.load(x + last * x_row + channel * x_dim, mask=held, other=0.0).to(tl.float32)
+        if MAXIMUM:
+            passed, added = tl.associative_scan((passed, tl.where(past[:, None], added, float("-inf"))), 0, _joined_maxima)
+            every = tl.maximum(now[None] + passed, added)
+        else:
+            passed, added = tl.associative_scan((tl.where(past[:, None], passed, 1.0), added), 0, _joined)
+            every = now[None] * passed + added
+        out = output + row[:, None] * output_row + channel[None]
+        tl.store(out, every.to(output.dtype.element_ty), mask=(t < tokens)[:, None] & held[None])
+        now = tl.sum(tl.where((t == tokens - 1)[:, None], every, 0.0), 0)
+        if MAXIMUM:
+            now = tl.maximum(now + last_passed, last_added)
+        else:
+            now = now * last_passed + last_added
+        slot = tl.load(chunks + 3 * chunk + 2)
+        now = _kept(now, states + channel, slot * slot_stride, slot > 0, held)
+
+
+@triton.jit
+def _joined_maxima(decay, added, later_decay, later_added):
+    return decay + later_decay, tl.maximum(added + later_decay, later_added)

@@ -10,10 +10,11 @@ from torch import Tensor
 from paged_attn.attn_ops.scans.gated_delta import EPS
 from paged_attn.attn_ops.scans.state_rows import StateRows
 from paged_attn.backends.compiling.compile_ahead import launch
-from paged_attn.backends.scans.triton.steps_kernel import gated_delta_kernel, mamba1_kernel, mamba2_kernel
+from paged_attn.backends.scans.triton.steps_kernel import channel_kernel, gated_delta_kernel, mamba1_kernel, mamba2_kernel
 
 MOST = 256  # largest state dimension that a program holds whole
 NUMBERS = 4096  # elements of a state per program, about
+SINGLE = 1024  # of a state of single numbers
 
 
 def gated_delta(
@@ -77,6 +78,18 @@ def mamba1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tenso
         mamba1_kernel, (rows.num_decode, triton.cdiv(channels, block_c)),
         x, dt, a, b, c, output, states, *_where(rows), *x.stride(), *dt.stride(), *a.stride(), *b.stride(), *c.stride(), output.stride(0),
         states.stride(0), C=channels, N=n_dim, HAS_ROWS=rows.decode_rows is not None, BLOCK_C=block_c, BLOCK_N=block_n,
+    )  # fmt: skip
+    return True
+
+
+def channels(decay: Tensor, x: Tensor, output: Tensor, maximum: bool, initial: float, states: Tensor, rows: StateRows) -> bool:
+    """Computes `channel_scan_step`."""
+    count = states.shape[1]
+    block = _block(count, NUMBERS // SINGLE)
+    launch(
+        channel_kernel, (rows.num_decode, triton.cdiv(count, block)),
+        decay, x, output, states, *_where(rows), *decay.stride(), *x.stride(), output.stride(0), states.stride(0), C=count,
+        MAXIMUM=maximum, HAS_ROWS=rows.decode_rows is not None, BLOCK_C=block,
     )  # fmt: skip
     return True
 

@@ -106,3 +106,28 @@ def mamba1_kernel(
         now = tl.load(state, mask=real, other=0.0).to(tl.float32) * tl.exp(step[:, None] * rate) + new[:, None] * b_n[None]
         tl.store(state, now.to(states.dtype.element_ty), mask=real)
         tl.store(out, tl.sum(now * c_n[None], 1).to(output.dtype.element_ty), mask=channel < C)
+
+
+@triton.jit
+def channel_kernel(
+    decay, x, output, states, rows, slots, decay_row, decay_dim, x_row, x_dim, output_row, slot_stride, C: tl.constexpr,
+    MAXIMUM: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Some channels of a state [C]: the output is the state before the token."""
+    row, slot = _row_and_slot(rows, slots, HAS_ROWS)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    real = channel < C
+    out = output + row * output_row + channel
+    if slot == 0:
+        tl.store(out, tl.zeros([BLOCK_C], output.dtype.element_ty), mask=real)
+    else:
+        passed = tl.load(decay + row * decay_row + channel * decay_dim, mask=real, other=0.0).to(tl.float32)
+        added = tl.load(x + row * x_row + channel * x_dim, mask=real, other=0.0).to(tl.float32)
+        state = states + slot * slot_stride + channel
+        then = tl.load(state, mask=real, other=0.0).to(tl.float32)
+        if MAXIMUM:
+            now = tl.maximum(then + passed, added)
+        else:
+            now = then * passed + added
+        tl.store(out, then.to(output.dtype.element_ty), mask=real)
+        tl.store(state, now.to(states.dtype.element_ty), mask=real)

@@ -7,19 +7,21 @@ import math
 import torch
 from torch import fx
 
-from paged_attn.attn_ops.ops.scans import GATED_DELTA_RULE, KDA, LINEAR_ATTENTION, MAMBA1_SCAN, SHORT_CONV
+from paged_attn.attn_ops.ops.scans import CHANNEL_SCAN, GATED_DELTA_RULE, KDA, LINEAR_ATTENTION, MAMBA1_SCAN, SHORT_CONV
 from paged_attn.attn_ops.scans.gated_delta import CHUNK
 from paged_attn.attn_ops.scans.kda import PART
-from paged_attn.recurrent.inline.dims import sizes
-from paged_attn.recurrent.inline.factors import Factor, constant, reduced, without_constants
-from paged_attn.recurrent.inline.forms import Read, Recurrence
+from paged_attn.recurrent.inline.find.channels import ChannelScan
+from paged_attn.recurrent.inline.find.dims import sizes
+from paged_attn.recurrent.inline.find.factors import Factor, constant, reduced, without_constants
+from paged_attn.recurrent.inline.find.forms import Read, Recurrence
+from paged_attn.recurrent.inline.find.selective import Selective, selective_of
+from paged_attn.recurrent.inline.find.windows import Window
 from paged_attn.recurrent.inline.operands import Operands
-from paged_attn.recurrent.inline.selective import Selective, selective_of
 from paged_attn.recurrent.inline.step_graph import StepGraph
-from paged_attn.recurrent.inline.windows import Window
 from paged_attn.recurrent.program import NoOpFits, Part, StateLayout
 
 aten = torch.ops.aten
+Found = Recurrence | Window | ChannelScan
 TAPS = -2  # the axis of a convolution's taps, which has one more than the state, or fewer
 WIDEST = 64  # times a token's own width; Mamba's discretized matrices are half of it
 SHORTEST = 1e-20  # a time step that decays nothing, and by which numbers can still be divided
@@ -36,20 +38,34 @@ def refuse_wide(step: StepGraph, found: Recurrence) -> None:
         raise NoOpFits(f"for each token it would need {own:,} scores, decays or elements of its state; allowed are {allowed:,}")
 
 
-def layout_of(found: Recurrence | Window, part: Part) -> StateLayout:
+def layout_of(found: Found, part: Part) -> StateLayout:
     ones = [axis for axis in range(len(found.shape)) if axis not in found.axes]
+    if isinstance(found, ChannelScan):
+        return StateLayout(part, found.shape, ((*ones, *found.channels),))
     if isinstance(found, Window):
         return StateLayout(part, found.shape, ((*ones, *found.channels), () if found.taps is None else (found.taps,)))
     dims = (*ones, *found.heads), tuple(found.keys), tuple(found.values)
     return StateLayout(part, found.shape, dims if found.summed and selective_of(found) is None else dims[:2])
 
 
-def insert_op(step: StepGraph, found: Recurrence | Window, layer_id: fx.Node, state_id: int) -> str:
-    """From now on what is read of the state is the output of an op, whose name this returns."""
+def insert_op(step: StepGraph, found: Found, layer_id: fx.Node, state_id: int, initial: float) -> str:
+    """From now on what is read of the state is the output of an op, whose name this returns.
+
+    Args:
+        initial: what the state of a new request holds.
+
+    Raises:
+        NoOpFits: the op's state starts from zeros, and this one does not.
+    """
+    if initial != 0 and not isinstance(found, ChannelScan):
+        raise NoOpFits(f"its state starts from {initial:g}, and only one of single numbers may start from another number than 0")
     ids = layer_id, state_id
     anchor, earlier = _after_operands(step, found)
     with step.graph.inserting_before(anchor):
-        if isinstance(found, Window):
+        if isinstance(found, ChannelScan):
+            build = Operands(step, found.axes, found.channels)
+            name, output = "channel_scan", _channel_scan(build, found, initial, *ids)
+        elif isinstance(found, Window):
             build = Operands(step, {**found.axes, TAPS: found.count}, found.channels)
             name, output = "short_conv", _short_conv(build, found, *ids)
         else:
@@ -67,6 +83,13 @@ def insert_op(step: StepGraph, found: Recurrence | Window, layer_id: fx.Node, st
     return name
 
 
+def _channel_scan(build: Operands, found: ChannelScan, initial: float, layer_id: fx.Node, state_id: int) -> fx.Node:
+    decay, x = (build.summed(products) for products in (found.decay, found.x))
+    output = build.made(aten.new_empty.default, (build.step.rows, build.count(found.channels)))
+    build.call(CHANNEL_SCAN, decay, x, output, found.maximum, initial, layer_id, state_id)
+    return output
+
+
 def _short_conv(build: Operands, found: Window, layer_id: fx.Node, state_id: int) -> fx.Node:
     x = build.call(aten.squeeze.dim, build.product([found.new], []), 2)
     channels, dtype = build.count(found.channels), dtype_of(found.new)
@@ -82,7 +105,7 @@ def _short_conv(build: Operands, found: Window, layer_id: fx.Node, state_id: int
     return output
 
 
-def _with_more(build: Operands, found: Recurrence | Window, output: fx.Node, read: Read) -> fx.Node:
+def _with_more(build: Operands, found: Found, output: fx.Node, read: Read) -> fx.Node:
     """The op's output and what a token adds to it by itself, such as its value by its key and a bonus."""
     for product in read.more:
         assert isinstance(found, Recurrence)
@@ -158,17 +181,21 @@ def _scan_of_channels(build: Operands, found: Recurrence, layer_id: fx.Node, sta
     return "mamba1_scan", output
 
 
-def _factors(found: Recurrence | Window) -> list[Factor]:
+def factors_used(found: Found) -> list[Factor]:
+    """All that the op's operands, and what is added to its output, are made of."""
     if isinstance(found, Recurrence):
-        return [*found.decay, *found.added, *found.query, *(found.share or ())]
+        more = [factor for read in found.reads for product in read.more for factor in product]
+        return [*found.decay, *found.added, *found.query, *(found.share or ()), *more]
+    if isinstance(found, ChannelScan):
+        return [factor for product in (*found.decay, *found.x) for factor in product]
     return [found.new, *([found.weights] if isinstance(found.weights, Factor) else [])]
 
 
-def _after_operands(step: StepGraph, found: Recurrence | Window) -> tuple[fx.Node, list[fx.Node]]:
+def _after_operands(step: StepGraph, found: Found) -> tuple[fx.Node, list[fx.Node]]:
     """The node before which there is all that the op needs, and the nodes before it that need what is read of the state."""
     order = {node: index for index, node in enumerate(step.graph.nodes)}
     first = min((read.node for read in found.reads), key=lambda node: order[node])
-    factors = [step.now(factor.node) for factor in _factors(found) if isinstance(factor.node, fx.Node)]
+    factors = [step.now(factor.node) for factor in factors_used(found) if isinstance(factor.node, fx.Node)]
     anchor = max([first, *(node.next for node in (*factors, step.rows))], key=lambda node: order[node])
     needing = {read.node for read in found.reads}
     earlier = []

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor, fx, nn
 
 from paged_attn.attn_ops.model_code import model_code
-from paged_attn.recurrent.inline.find import recurrence_of
-from paged_attn.recurrent.inline.forms import Recurrence
-from paged_attn.recurrent.inline.insert import insert_op, layout_of, refuse_wide
+from paged_attn.recurrent.inline.find.channels import ChannelScan, channel_scan_of
+from paged_attn.recurrent.inline.find.linear import depending_on, recurrence_of
+from paged_attn.recurrent.inline.find.windows import window_of
+from paged_attn.recurrent.inline.insert import Found, factors_used, insert_op, layout_of, refuse_wide
+from paged_attn.recurrent.inline.starts import starts_of
 from paged_attn.recurrent.inline.step_graph import StepGraph, step_graph
-from paged_attn.recurrent.inline.windows import Window, window_of
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.program import NoOpFits, Program
+
+logger = logging.getLogger("paged_attn")
 
 
 def with_program(layer: RecurrentLayer) -> RecurrentLayer:
@@ -39,7 +43,10 @@ def program_of(layer: RecurrentLayer) -> Program:
         layer_id = graph.placeholder("layer_id")
     found = [_found(step, index) for index in range(len(step.states))]
     layouts = [layout_of(each, part) for each, part in zip(found, step.parts, strict=True)]
-    ops = [insert_op(step, each, layer_id, index) for index, each in enumerate(found)]
+    maxima = [part.state for part, each in zip(step.parts, found, strict=True) if isinstance(each, ChannelScan) and each.maximum]
+    starts = starts_of(layer, maxima)
+    order = _in_order(step, found)
+    names = {index: insert_op(step, found[index], layer_id, index, starts[step.parts[index].state]) for index in order}
     step.output.args = (step.results[0],)
     graph.eliminate_dead_code()
     if any(node.users for node in step.states):
@@ -55,19 +62,41 @@ def program_of(layer: RecurrentLayer) -> Program:
     owned = [path for node, path in step.owned.items() if not node._erased]
     graph.lint()
     module = fx.GraphModule(nn.Module(), graph)
-    return Program(_function(module), tuple(taken), tuple(owned), tuple(ops), tuple(layouts), layer.spec, module.code)
+    ops = tuple(names[index] for index in range(len(found)))
+    return Program(_function(module), tuple(taken), tuple(owned), ops, tuple(layouts), layer.spec, module.code)
 
 
-def _found(step: StepGraph, index: int) -> Recurrence | Window:
+def _found(step: StepGraph, index: int) -> Found:
     try:
         found = recurrence_of(step, index)
         refuse_wide(step, found)
         return found
-    except NoOpFits as reason:
+    except NoOpFits as first:
+        reason = first
+    for other in (window_of, channel_scan_of):
         try:
-            return window_of(step, index)
-        except NoOpFits:
-            raise reason from None
+            return other(step, index)
+        except NoOpFits as why:
+            logger.debug("state %d: %s", index, why)
+    raise reason
+
+
+def _in_order(step: StepGraph, found: Sequence[Found]) -> list[int]:
+    """The states in such an order that what each is made of is known before it.
+
+    Raises:
+        NoOpFits: there is none.
+    """
+    nodes = [{factor.node for factor in factors_used(each)} for each in found]
+    dependent = [depending_on(step.graph, [state]) for state in step.states]
+    order = list[int]()
+    while len(order) < len(found):
+        left = [index for index in range(len(found)) if index not in order]
+        ready = [index for index in left if not any(nodes[index] & dependent[other] for other in left if other != index)]
+        if not ready:
+            raise NoOpFits("each of its states is made of what another one returns")
+        order += ready
+    return order
 
 
 def _function(module: fx.GraphModule) -> Callable[..., Tensor]:

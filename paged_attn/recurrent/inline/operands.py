@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from paged_attn.recurrent.inline.dims import ROWS, Dims, viewed
-from paged_attn.recurrent.inline.factors import Factor
-from paged_attn.recurrent.inline.forms import Recurrence
+from paged_attn.recurrent.inline.find.dims import ROWS, Dims, viewed
+from paged_attn.recurrent.inline.find.factors import Factor
+from paged_attn.recurrent.inline.find.forms import Recurrence
 from paged_attn.recurrent.inline.step_graph import StepGraph
 
 aten = torch.ops.aten
 SMALLEST = torch.finfo(torch.float32).tiny  # a decay that is no larger has forgotten everything
+LOWEST = math.log(SMALLEST)  # Trap: a logarithm of -1e38, to which every sum of it and others is rounded
 
 
 class Operands:
@@ -41,6 +43,14 @@ class Operands:
     def product(self, factors: Sequence[Factor], last: Sequence[int]) -> fx.Node:
         """[rows, H, X]: the product of these factors, with the axes in `last` as X."""
         return self._flat(self._multiplied(factors, last), last)
+
+    def summed(self, products: Sequence[Sequence[Factor]]) -> fx.Node:
+        """[rows, H] in float32: the sum of products of factors."""
+        terms = [self.float32(self.call(aten.squeeze.dim, self.product(each, []), 2)) for each in products]
+        result = terms[0] if terms else self.made(aten.new_zeros.default, (self.step.rows, self.count(self.heads)))
+        for term in terms[1:]:
+            result = self.call(aten.add.Tensor, result, term)
+        return result
 
     def per_channel(self, factors: Sequence[Factor], last: Sequence[int]) -> fx.Node:
         """[H, X]: the same of factors without rows."""
@@ -75,7 +85,8 @@ class Operands:
         while inside.target is aten._to_copy.default:
             inside = viewed(inside)  # type: ignore[assignment]
         if inside.target is aten.exp.default:
-            return Factor(self.float32(inside.args[0]), factor.dims)  # type: ignore[arg-type]
+            given = self.float32(inside.args[0])  # type: ignore[arg-type]
+            return Factor(self.call(aten.clamp_min.default, given, LOWEST), factor.dims)
         return Factor(self._log(node), factor.dims)
 
     def _log(self, node: fx.Node) -> fx.Node:

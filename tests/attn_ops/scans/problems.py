@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paged_attn.attn_ops.scans.channels import channel_scan_extend, channel_scan_step
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
 from paged_attn.attn_ops.scans.kda import kda_extend
 from paged_attn.attn_ops.scans.linear import linear_attention_extend, linear_attention_step
@@ -88,6 +89,14 @@ def _mamba1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tenso
     return state @ c, state
 
 
+def _channels(decay: Tensor, x: Tensor, state: Tensor, _: bool) -> tuple[Tensor, Tensor]:
+    return state, decay * state + x
+
+
+def _maxima(decay: Tensor, x: Tensor, state: Tensor, _: bool) -> tuple[Tensor, Tensor]:
+    return state, torch.maximum(state + decay, x)
+
+
 def _dt(*shape: int) -> Tensor:
     return F.softplus(torch.randn(*shape) - 1)
 
@@ -136,6 +145,14 @@ RECURRENCES = {
         mamba1_extend, mamba1_step,
         lambda n: [torch.randn(n, 6), _dt(n, 6), -torch.rand(6, 8) * 4, torch.randn(n, 8), torch.randn(n, 8)],
         (True, True, False, True, True), (6,), (6, 8), _mamba1,
+    ),
+    "channel_scan": Recurrence(
+        channel_scan_extend, channel_scan_step, lambda n: [torch.rand(n, 6), torch.randn(n, 6)], (True, True), (6,), (6,), _channels,
+        (False, 0.0),
+    ),
+    "channel_scan of maxima": Recurrence(
+        channel_scan_extend, channel_scan_step, lambda n: [-torch.rand(n, 6), torch.randn(n, 6)], (True, True), (6,), (6,), _maxima,
+        (True, 0.0),
     ),
 }  # fmt: skip
 

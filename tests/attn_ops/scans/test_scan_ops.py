@@ -15,7 +15,7 @@ from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.ops.kinds import KINDS
-from paged_attn.attn_ops.ops.scans import GATED_DELTA_RULE, KDA, LINEAR_ATTENTION, MAMBA1_SCAN, MAMBA2_SCAN, SHORT_CONV
+from paged_attn.attn_ops.ops.scans import CHANNEL_SCAN, GATED_DELTA_RULE, KDA, LINEAR_ATTENTION, MAMBA1_SCAN, MAMBA2_SCAN, SHORT_CONV
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec
 from paged_attn.backends.attention.torch_native import TorchNativeBackend
 from paged_attn.recurrent.run import RecurrentRunner
@@ -23,7 +23,7 @@ from tests.attn_ops.scans.problems import RECURRENCES
 
 OPS = {
     "short_conv": SHORT_CONV, "gated_delta_rule": GATED_DELTA_RULE, "kda": KDA, "linear_attention": LINEAR_ATTENTION,
-    "mamba2_scan": MAMBA2_SCAN, "mamba1_scan": MAMBA1_SCAN,
+    "mamba2_scan": MAMBA2_SCAN, "mamba1_scan": MAMBA1_SCAN, "channel_scan": CHANNEL_SCAN,
 }  # fmt: skip
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 

@@ -17,14 +17,14 @@ from triton.compiler import ASTSource
 
 from paged_attn.backends.scans.triton.conv_kernel import conv_extend, conv_state, conv_step
 from paged_attn.backends.scans.triton.kda_kernel import scan_by_channel, solve_by_channel, sum_decays
-from paged_attn.backends.scans.triton.prompts_kernel import scan_channels, scan_chunks, solve_chunks
+from paged_attn.backends.scans.triton.prompts_kernel import scan_channels, scan_chunks, scan_numbers, solve_chunks
 from paged_attn.backends.scans.triton.ssd_kernel import chunk_outputs, chunk_states
-from paged_attn.backends.scans.triton.steps_kernel import gated_delta_kernel, mamba1_kernel, mamba2_kernel
+from paged_attn.backends.scans.triton.steps_kernel import channel_kernel, gated_delta_kernel, mamba1_kernel, mamba2_kernel
 
 POINTERS = {
     "x": "*bf16", "weight": "*bf16", "bias": "*bf16", "output": "*bf16", "rows": "*i64", "slots": "*i64", "taps": "*i64", "last": "*i64",
     "continues": "*i1", "query": "*bf16", "key": "*bf16", "value": "*bf16", "g": "*fp32", "beta": "*bf16", "states": "*fp32", "dt": "*bf16",
-    "a": "*fp32", "b": "*bf16", "c": "*bf16", "scale": "fp32", "eps": "fp32",
+    "a": "*fp32", "b": "*bf16", "c": "*bf16", "scale": "fp32", "eps": "fp32", "initial": "fp32",
     "real": "*i1", "requests": "*i64", "chunks": "*i64", "segments": "*i64", "targets": "*i64", "new": "*bf16", "reads": "*bf16",
     "sums": "*fp32", "scores": "*bf16", "step": "*fp32", "decay": "*fp32", "before": "*bf16",
 }  # fmt: skip
@@ -50,6 +50,7 @@ SCANNED: dict[str, Any] = {name: value for name, value in BY_CHANNEL.items() if 
 CHANNELS: dict[str, Any] = {
     "C": 8192, "N": 16, "x_dim": 1, "dt_dim": 1, "b_dim": 1, "c_dim": 1, "BLOCK_T": 32, "BLOCK_C": 4, "BLOCK_N": 16,
 }  # fmt: skip
+NUMBERS: dict[str, Any] = {"C": 4096, "decay_dim": 1, "x_dim": 1, "BLOCK_T": 32, "BLOCK_C": 64}
 STEP: dict[str, Any] = {
     "K": 128,
     "V": 128,
@@ -100,6 +101,10 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "chunk_outputs of linear attention": (chunk_outputs, READ | LINEAR | {"TOGETHER": 1}),
     "scan_channels": (scan_channels, CHANNELS),
+    "channel_scan": (channel_kernel, {"C": 4096, "MAXIMUM": False, "HAS_ROWS": True, "BLOCK_C": 1024}),
+    "channel_scan of maxima": (channel_kernel, {"C": 4096, "MAXIMUM": True, "HAS_ROWS": False, "rows": None, "BLOCK_C": 1024}),
+    "scan_numbers": (scan_numbers, NUMBERS | {"MAXIMUM": False}),
+    "scan_numbers of maxima": (scan_numbers, NUMBERS | {"MAXIMUM": True}),
 }  # fmt: skip
 
 WITHOUT = ("rows", "slots", "scale", "eps")  # what is not sure to be divisible by 16

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
+from paged_attn.attn_ops.scans.channels import channel_scan_extend
 from paged_attn.attn_ops.scans.kda import kda_extend
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
@@ -22,11 +23,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = {
     "short_conv": conv.step, "gated_delta_rule": steps.gated_delta, "kda": steps.gated_delta, "mamba2_scan": steps.mamba2,
     "mamba1_scan": steps.mamba1, "linear_attention": steps.linear_attention, "linear_attention by channel": steps.linear_attention,
-    "linear_attention before": steps.linear_attention,
+    "linear_attention before": steps.linear_attention, "channel_scan": steps.channels, "channel_scan of maxima": steps.channels,
 }  # fmt: skip
 PROMPTS = {
     "gated_delta_rule": prompts.gated_delta, "kda": prompts.kda, "mamba2_scan": ssd.mamba2, "mamba1_scan": prompts.mamba1,
-    "linear_attention": ssd.linear_attention,
+    "linear_attention": ssd.linear_attention, "channel_scan": prompts.channels, "channel_scan of maxima": prompts.channels,
 }  # fmt: skip
 NARROW = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no products of bfloat16
 CLOSE = {
@@ -246,6 +247,19 @@ def test_states_on_the_way(name: str, dtype: torch.dtype) -> None:
             before = end
     assert torch.equal(states[1][1:], states[2][1:]) and torch.equal(outputs[1], outputs[2])
     assert states[1][0].isnan().all(), "nobody's slot"
+
+
+@pytest.mark.parametrize("maximum", [False, True])
+def test_fresh_scans_of_channels_start_from_a_number(maximum: bool) -> None:
+    torch.manual_seed(3)
+    decay, x = (torch.rand(75, 70, device=DEVICE) - 0.5 for _ in range(2))
+    states, outputs = [torch.full((SLOTS, 70), 3.0, device=DEVICE) for _ in range(2)], [torch.empty_like(x) for _ in range(2)]
+    extends = Extends([0, 70], [70, 5], [3, 1], [True, True], x.device, {0: [StateCheckpoint(38, 5)]})
+    channel_scan_extend(decay, x, outputs[0], maximum, -1e38, states[0], extends)
+    assert prompts.channels(decay, x, outputs[1], maximum, -1e38, states[1], extends)
+    assert bool((outputs[1][[0, 70]] == torch.tensor(-1e38)).all())
+    same(outputs[1], outputs[0], torch.float32)
+    same(states[1], states[0], torch.float32)
 
 
 def test_what_a_program_does_not_hold_is_left_alone() -> None:

@@ -87,8 +87,12 @@ def test_tokens_are_the_models_own_in_full_graphs(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ops"), [("minimax", "linear_attention"), ("recurrent_gemma", "short_conv, mamba1_scan"), ("rwkv", "short_conv")]
-)
+    ("name", "ops"),
+    [
+        ("minimax", "linear_attention"), ("recurrent_gemma", "short_conv, mamba1_scan"),
+        ("rwkv", "short_conv, channel_scan, channel_scan, channel_scan"), ("xlstm", "linear_attention, linear_attention, channel_scan"),
+    ],
+)  # fmt: skip
 def test_so_it_is_by_ops_alone_and_beside_own_forwards(name: str, ops: str) -> None:
     engine = engine_of(name, disable_passes=())
     modes = modes_of(engine)

@@ -73,6 +73,17 @@ class Added(Retention):
         return super().token(row, state + q.unsqueeze(-1) * v.unsqueeze(-2))
 
 
+@pytest.mark.parametrize("mixer", [Recalled, Added], ids=lambda mixer: mixer.__name__)
+def test_a_small_state_may_be_read_and_written_in_any_way(mixer: type[Mixer]) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        (layer,) = with_ops(layers_of(Model(mixer).to(dtype)))
+        assert (layer.ops, layer.spec.states[0].shape) == (("channel_scan",), (HEADS * KEYS * VALUES,)), layer.why_no_ops
+    expected = greedy(model := Model(mixer), [1, 2, 3, 4], 6)
+    with LLM(model) as llm:
+        (answer,) = llm.generate([[1, 2, 3, 4]], SamplingParams(max_tokens=6, temperature=0))
+    assert list(answer.token_ids) == expected
+
+
 class Whole(Retention):
     """Returns what its state holds, which is more than a token's row can be."""
 
@@ -98,14 +109,16 @@ class Scaled(Retention):
         (Scaled, "it reads a tensor [3, 1, 1] that is neither its module's nor computed from its inputs"),
     ],
 )
-def test_what_is_no_known_recurrence_runs_its_own_forward(mixer: type[Mixer], why: str) -> None:
+def test_what_is_no_known_recurrence_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch, mixer: type[Mixer], why: str) -> None:
+    monkeypatch.setattr("paged_attn.recurrent.inline.find.channels.WIDEST", 2)
     (layer,) = with_ops(layers_of(Model(mixer)))
     assert not layer.ops and layer.program is None
     assert layer.why_no_ops == f"it calls no function that an op is known for, and {why}"
 
 
 def test_a_wide_state_that_is_read_as_it_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paged_attn.recurrent.inline.insert.WIDEST", 2)
+    for file in ("insert", "find.channels"):
+        monkeypatch.setattr(f"paged_attn.recurrent.inline.{file}.WIDEST", 2)
     (layer,) = with_ops(layers_of(Model(Whole)))
     assert layer.why_no_ops.endswith(f"for each token it would need 72 scores, decays or elements of its state; allowed are {2 * WIDTH}")
 

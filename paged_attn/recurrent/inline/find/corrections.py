@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
-from paged_attn.recurrent.inline.factors import Factor, constant, reduced, without_constants
-from paged_attn.recurrent.inline.forms import Linear, Product
+from paged_attn.recurrent.inline.find.factors import Factor, constant, reduced, without_constants
+from paged_attn.recurrent.inline.find.forms import Linear, Product
 from paged_attn.recurrent.program import NoOpFits
 
 Sums = Mapping[fx.Node, tuple[Linear, frozenset[int]]]

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from paged_attn.recurrent.inline.corrections import corrected, without
-from paged_attn.recurrent.inline.dims import ROWS, Dims, SplitAxis, after_view, fits, number, sizes, viewed
-from paged_attn.recurrent.inline.factors import Factor, factors_of, operand, reduced
-from paged_attn.recurrent.inline.forms import Linear, Product, Read, Recurrence
+from paged_attn.recurrent.inline.find.corrections import corrected, without
+from paged_attn.recurrent.inline.find.dims import ROWS, Dims, SplitAxis, after_view, fits, number, sizes, viewed
+from paged_attn.recurrent.inline.find.factors import Factor, factors_of, operand, reduced
+from paged_attn.recurrent.inline.find.forms import Linear, Product, Read, Recurrence
 from paged_attn.recurrent.inline.step_graph import TRACED_ROWS, StepGraph
 from paged_attn.recurrent.program import NoOpFits
 
@@ -43,15 +43,40 @@ def recurrence_of(step: StepGraph, index: int) -> Recurrence:
     Raises:
         NoOpFits: it is not one, or not one that an op computes.
     """
+    return followed(step, index).found()
+
+
+def followed(step: StepGraph, index: int) -> Finder:
+    """All nodes that are a linear function of one state."""
     dimensions = [[size] for size in sizes(step.states[index])[1:]]
     while True:
+        finder = Finder(step, index, dimensions)
         try:
-            return _Finder(step, index, dimensions).found()
+            finder.follow()
+            return finder
         except _SplitDimension as other:
             dimensions = other.dimensions
 
 
-class _Finder:
+def depending_on(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """These nodes, and what is computed from them."""
+    found = set(nodes)
+    for node in graph.nodes:
+        if any(arg in found for arg in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+class Finder:
+    """Follows one state through the graph.
+
+    Attributes:
+        axes, shape: as of `Recurrence`; `own`: the state's dims.
+        nodes: what is a linear function of the state, or of what was read of it.
+        sums: nodes that read it, what they sum, over which axes, and what is left.
+        whole: nodes that are read as they are.
+    """
+
     def __init__(self, step: StepGraph, index: int, dimensions: list[list[int]]) -> None:
         self.step, self.state, self.new = step, step.states[index], step.results[1 + index]
         self.dimensions = dimensions
@@ -62,13 +87,15 @@ class _Finder:
         self.own: Dims = ((ROWS,), *map(tuple, held))
         self.nodes: dict[fx.Node, Linear] = {self.state: Linear(self.own)}
         self.sums: list[tuple[fx.Node, Linear, frozenset[int], Dims]] = []
-        self.whole: set[fx.Node] = set()  # nodes that are read as they are
+        self.whole: set[fx.Node] = set()
 
-    def found(self) -> Recurrence:
+    def follow(self) -> None:
         for node in self.step.graph.nodes:
             if node.op == "call_function" and any(arg in self.nodes for arg in node.all_input_nodes):
                 self._follow(node)
         self._read_whole([self.step.results[0]])
+
+    def found(self) -> Recurrence:
         new = self.nodes.get(self.new)
         if new is None or new.decay is None:
             raise NoOpFits("its new state is no linear function of the state before")
@@ -84,11 +111,11 @@ class _Finder:
         if len(ways) > 1:
             raise NoOpFits("its state is read with several queries")
         ((query, before, summed),) = ways
-        decay, added, query = (self._apart(product) for product in (new.decay, new.added[0], query))
+        decay, added, query = (self.apart(product) for product in (new.decay, new.added[0], query))
         share = None
         if inner:
-            added, share = corrected(new, {node: (form, over) for node, form, over, _ in self.sums}, self._apart)
-        found = [Read(node, dims, tuple(map(self._apart, more))) for (node, _, _, dims), (_, _, more) in zip(reads, queries, strict=True)]
+            added, share = corrected(new, {node: (form, over) for node, form, over, _ in self.sums}, self.apart)
+        found = [Read(node, dims, tuple(map(self.apart, more))) for (node, _, _, dims), (_, _, more) in zip(reads, queries, strict=True)]
         self._independent([*decay, *added, *query, *(share or ())], found)
         return Recurrence(self.state, self.axes, self.shape, decay, added, query, summed, before, found, share)
 
@@ -210,15 +237,12 @@ class _Finder:
         self.sums.append((node, form, summed, left))
         return Linear(left, None, (), (((), node),))
 
-    def _apart(self, product: Product) -> Product:
+    def apart(self, product: Product) -> Product:
         return reduced([each for factor in product for each in factors_of(factor, self.axes)])
 
     def _independent(self, factors: Sequence[Factor], reads: Sequence[Read]) -> None:
         """Raises NoOpFits if a factor depends on what was read of the state."""
-        dependent = {*self.nodes, *(read.node for read in reads)}
-        for node in self.step.graph.nodes:
-            if any(arg in dependent for arg in node.all_input_nodes):
-                dependent.add(node)
+        dependent = depending_on(self.step.graph, [*self.nodes, *(read.node for read in reads)])
         if any(factor.node in dependent for factor in factors):
             raise NoOpFits("what is added to its state depends on what was read of it")
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from paged_attn.recurrent.inline.corrections import without
-from paged_attn.recurrent.inline.dims import ROWS, viewed
-from paged_attn.recurrent.inline.factors import Factor, constant, factors_of, without_constants
-from paged_attn.recurrent.inline.forms import Product, Recurrence
+from paged_attn.recurrent.inline.find.corrections import without
+from paged_attn.recurrent.inline.find.dims import ROWS, viewed
+from paged_attn.recurrent.inline.find.factors import Factor, constant, factors_of, without_constants
+from paged_attn.recurrent.inline.find.forms import Product, Recurrence
 
 aten = torch.ops.aten
 

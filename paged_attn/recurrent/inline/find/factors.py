@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from paged_attn.recurrent.inline.dims import Dims, before_view, broadcast, is_tensor, sizes, viewed
+from paged_attn.recurrent.inline.find.dims import Dims, before_view, broadcast, is_tensor, sizes, viewed
 
 aten = torch.ops.aten
 

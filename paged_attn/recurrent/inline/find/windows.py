@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from paged_attn.recurrent.inline.dims import ROWS, Dims, SplitAxis, after_view, fits, number, sizes, viewed
-from paged_attn.recurrent.inline.factors import Factor, operand
-from paged_attn.recurrent.inline.forms import Read
+from paged_attn.recurrent.inline.find.dims import ROWS, Dims, SplitAxis, after_view, fits, number, sizes, viewed
+from paged_attn.recurrent.inline.find.factors import Factor, operand
+from paged_attn.recurrent.inline.find.forms import Read
 from paged_attn.recurrent.inline.step_graph import TRACED_ROWS, StepGraph
 from paged_attn.recurrent.program import NoOpFits
 

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from torch import fx
 
-from paged_attn.recurrent.inline.dims import ROWS, Dims
-from paged_attn.recurrent.inline.factors import Factor
+from paged_attn.recurrent.inline.find.dims import ROWS, Dims
+from paged_attn.recurrent.inline.find.factors import Factor
 
 Product = tuple[Factor, ...]
 

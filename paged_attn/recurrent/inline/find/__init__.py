@@ -1,0 +1,6 @@
+"""What a layer does with a state, read from the graph of a token's step.
+
+In: the graph. Out: a recurrence, a window or a scan of channels, with the tensors that it is made of; nothing is changed or proved.
+Change: which recurrences are known: `linear.py`, `corrections.py` (delta rules), `selective.py` (Mamba).
+Change: windows of the last rows: `windows.py`; states that are read in any way: `channels.py`; how views are followed: `dims.py`.
+"""
