@@ -4,6 +4,7 @@ it cannot be served in batches."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_may_fail
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.calling.block_by_block import apart_by_block
 from paged_attn.calling.call_signature import takes
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.calling.plain_modes import as_served
@@ -124,6 +126,9 @@ def _refuse_excepted(model: nn.Module, lengths: Sequence[int], num_ids: int) -> 
 def _refuse_one_token(model: nn.Module, num_ids: int) -> None:
     """Compare calls of one token with calls of two: torch.compile traces no call of one, and the trace serves those, too.
 
+    Where whole calls are further apart, blocks are compared, each going on from the same values: rounding grows from block to block, and in
+    a deep model with random weights it may be all that is left.
+
     Raises:
         UnsupportedError: most tokens have other logits alone than before another token.
     """
@@ -138,13 +143,29 @@ def _refuse_one_token(model: nn.Module, num_ids: int) -> None:
             if not seed and worst(errors[0]) <= logits_limit(model_dtype(model)):
                 return  # a router's near-tie may move one token, but no branch leaves one where it was
             limits.append(_allowed(model, two, _logits_if_it_runs(model, ids), 0, 1))
-    error, limit = typical(torch.cat(errors)), typical(torch.tensor(limits))
-    if not error <= limit:
+        error, limit = typical(torch.cat(errors)), typical(torch.tensor(limits))
+        differs = not error <= limit and not _same_by_block(model, num_ids)
+    if differs:
         raise UnsupportedError(
             f"{type(model).__name__} computes something else in a call of one token: its logits there are others than those of the same "
             f"token in a call of two, by {error:.2g} of their size (allowed {limit:g}), as where its forward takes a call of one token for "
             "a step of decoding, though there is no cache. So the logits of a token change as its request grows. Nothing was generated."
         )
+
+
+def _same_by_block(model: nn.Module, num_ids: int) -> bool:
+    """Whether each block computes the same of a token alone as before another token, within what rounding does to it."""
+    limit = logits_limit(model_dtype(model))
+    errors, noises = list[Tensor](), list[Tensor]()
+    for seed in range(SINGLES):
+        ids = _random_ids(model, 3, num_ids, seed)
+        one, two = (apart_by_block(model, partial(_logits_if_it_runs, model), ids[:count], ids[: count + 1]) for count in (1, 2))
+        if one is None or two is None or len(one) != len(two):
+            return False
+        errors.append(torch.stack(one)[:, 0])
+        noises.append(torch.stack(two)[:, 0])
+    error, noise = (torch.stack(each).median(0).values for each in (errors, noises))  # a router's near-tie may move one token
+    return bool((error <= (MULTIPLE * noise).clamp_min(limit)).all())
 
 
 def _allowed(model: nn.Module, one: Tensor, other: Tensor | None, first: int, end: int) -> float:

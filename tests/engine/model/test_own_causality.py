@@ -190,6 +190,33 @@ def test_rounding_is_no_branch(excepted: tuple[int, ...]) -> None:
                 refuse_branches(model.to(torch.bfloat16).eval(), 2, 64, excepted)
 
 
+class Chaotic(nn.Module):
+    """Each of twelve blocks makes what rounding does ten times as large; a token alone is `apart` of its size off in `places` of them."""
+
+    def __init__(self, apart: float, places: int = 12) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.apart, self.places, self.embed, self.head = apart, places, nn.Embedding(96, 16), nn.Linear(16, 96)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(12))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for index, block in enumerate(self.blocks):
+            alone = x.shape[1] == 1 and index < self.places
+            x = torch.sin(10 * block(x * (1 + self.apart if alone else 1.0)))
+        return self.head(x)
+
+
+def test_rounding_that_grows_from_block_to_block_is_no_branch() -> None:
+    with torch.no_grad():
+        one, two = (Chaotic(1e-6).eval()(torch.tensor([[5, 6]])[:, :count])[0, 0] for count in (1, 2))
+    assert float((one - two).norm() / two.norm()) > 0.1
+    refuse_branches(Chaotic(1e-6).eval(), 2, 64)
+    for apart, places in ((0.01, 12), (0.1, 1)):
+        with pytest.raises(UnsupportedError, match=r"Chaotic computes something else in a call of one token"):
+            refuse_branches(Chaotic(apart, places).eval(), 2, 64)
+
+
 @pytest.mark.parametrize(("only", "multiples"), [(100, False), (3, True)])
 def test_another_answer_in_calls_of_some_lengths_is_refused(only: int, multiples: bool) -> None:
     with pytest.raises(UnsupportedError, match=r"OfSomeLengths computes something else in calls of some lengths: .* call of (100|2) are"):

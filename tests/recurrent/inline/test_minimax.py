@@ -77,3 +77,9 @@ def test_decode_steps_are_recorded_whole() -> None:
 def test_in_16_bits_it_is_proved_too() -> None:
     (layer,) = with_ops(layers_of(build("minimax").to(torch.bfloat16)))
     assert layer.ops == ("linear_attention",)
+
+
+def test_a_deep_model_with_random_weights_is_served() -> None:
+    """Of which float32's rounding moves all logits of a token alone: block by block it does not."""
+    with paged_attn.LLM(build("minimax", num_hidden_layers=24), num_pages=16, self_check=False) as llm:
+        assert all(layer.ops for layer in llm.engine.runner.recurrent)
