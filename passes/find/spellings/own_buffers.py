@@ -1,7 +1,9 @@
 """Takes keys and values directly that a module writes into a buffer of its own and reads back.
 
-Before: cache[:1, 0:T] = k, or cache.narrow(1, 0, T).copy_(k); keys = cache[:1, :T], as reference code of Llama and DeepSeek has it
-After:  keys = k; the buffer is neither written nor read, so that its size is no limit for a step of many requests
+Before: cache[:1, 0:T] = k, or cache.narrow(1, 0, T).copy_(k); keys = cache[:1, :T], as reference code of Llama and DeepSeek has it;
+        also cache[:, arange(T)] = k, cache[:, position_ids[0]] = k, cache.index_copy_(1, arange(T), k)
+After:  keys = k; the buffer is neither written nor read, so that its size is no limit for a step of many requests. What is written at a
+        call's tokens and never read is left out, too
 Leaves alone: buffers that are read as a whole, before they are written, or in other parts than those that were written last.
 """
 
@@ -15,6 +17,7 @@ from torch import fx
 
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import (
+    argument_of,
     arguments_of,
     call_with_value,
     is_written,
@@ -27,6 +30,8 @@ from paged_attn.passes.fx.graph_tools import (
     writers_of,
 )
 
+_OTHER = object()
+_SHOWN = ("getitem", "squeeze", "view", "reshape", "flatten", "to", "long")
 _Part = tuple[tuple[Any, Any], ...]  # (first, behind the last) in each dim
 
 
@@ -50,11 +55,12 @@ def take_written_values(graph: fx.Graph, form: CallForm) -> None:
     for buffer, writers in writers_of(graph.nodes).items():
         if buffer.op != "placeholder" or form.roles[buffer] != "owned":
             continue
-        uses = _uses(buffer)
+        uses = _uses(buffer, form)
         if uses is None or set(writers) != {node for node, *_ in uses.writes}:
             continue
         written = {read: found for read, part in uses.reads.items() if (found := _written_last(uses, read, part)) is not None}
-        if not written or len(written) < len(uses.reads):
+        of_tokens = all(any(not isinstance(end, int) for dim in part for end in dim) for _, part, _ in uses.writes)
+        if len(written) < len(uses.reads) or not (written or of_tokens):
             continue
         for read, (write, value) in written.items():
             with graph.inserting_before(write.next):
@@ -65,7 +71,7 @@ def take_written_values(graph: fx.Graph, form: CallForm) -> None:
             graph.erase_node(node)
 
 
-def _uses(buffer: fx.Node) -> _Uses | None:
+def _uses(buffer: fx.Node, form: CallForm) -> _Uses | None:
     """None if something else is done with the buffer than writing and reading parts."""
     uses, pending = _Uses(), [buffer]
     while pending:
@@ -75,11 +81,14 @@ def _uses(buffer: fx.Node) -> _Uses | None:
             if name_of(user) == "to" and sizes_of(user) == sizes_of(buffer) and storages_of([user]) == storages_of([buffer]):
                 pending.append(user)  # cache.to(x) of the same dtype and device is the cache itself
                 continue
-            part = _part_of(user)
+            part = _part_of(user, form)
             if part is None or user.args[0] is not node:
                 return None
-            if user.target is operator.setitem:
-                uses.writes.append((user, part, user.args[2]))  # type: ignore[arg-type]  # checked below
+            if user.target is operator.setitem or name_of(user) == "index_copy_":
+                value: Any = user.args[2] if user.target is operator.setitem else argument_of(user, 3, "source")
+                if user.users:
+                    return None
+                uses.writes.append((user, part, value))  # checked below
                 continue
             copies = [each for each in user.users if name_of(each) == "copy_" and each.args[0] is user and not each.users]
             uses.nodes.update(copies)
@@ -90,12 +99,15 @@ def _uses(buffer: fx.Node) -> _Uses | None:
     return uses if all(isinstance(value, fx.Node) for *_, value in uses.writes) else None
 
 
-def _part_of(node: fx.Node) -> _Part | None:
-    """Which part of its first argument a node reads or writes; None if that is not a slice, or a number, in each dim."""
+def _part_of(node: fx.Node, form: CallForm) -> _Part | None:
+    """Which part of its first argument a node reads or writes; None if that is not a slice, a number or the call's tokens in each dim."""
     sizes = sizes_of(node.args[0]) if node.args else ()
     if node.target in (operator.getitem, operator.setitem):
         index: Any = node.args[1]
         slices = list(index) if isinstance(index, tuple) else [index]
+    elif name_of(node) == "index_copy_":
+        place: Any = argument_of(node, 1, "dim")
+        slices = [slice(None)] * (place % len(sizes)) + [argument_of(node, 2, "index")]
     elif name_of(node) == "narrow":
         given = arguments_of(node, ("input", "dim", "start", "length"))
         dim, start, length = (given[name] for name in ("dim", "start", "length"))
@@ -103,6 +115,10 @@ def _part_of(node: fx.Node) -> _Part | None:
             return None
         slices = [slice(None)] * (dim % len(sizes)) + [slice(0, length)]
     else:
+        return None
+    if sum(isinstance(each, fx.Node) for each in slices) == 1:
+        slices = [slice(0, _all_tokens(each, form)) if isinstance(each, fx.Node) else each for each in slices]
+    if any(isinstance(each, slice) and each.stop is _OTHER for each in slices):
         return None
     slices = [slice(each, each + 1) if type(each) is int and each >= 0 else each for each in slices]
     if len(slices) > len(sizes) or not all(isinstance(each, slice) and each.step in (None, 1) for each in slices):
@@ -113,6 +129,22 @@ def _part_of(node: fx.Node) -> _Part | None:
         first, last = (symbol(value_of(end)) for end in (0 if each.start is None else each.start, size if each.stop is None else each.stop))
         found.append((first, size if isinstance(last, int) and last > size else last))
     return tuple(found) if all(not isinstance(end, int) or end >= 0 for part in found for end in part) else None
+
+
+def _all_tokens(index: fx.Node, form: CallForm) -> Any:
+    """T, if a tensor holds the places of the call's tokens, 0 to T - 1; else `_OTHER`."""
+    tokens, node = form.num_tokens, index
+    if len(sizes_of(index)) != 1 or sizes_of(index)[0] != tokens:
+        return _OTHER
+    while name_of(node) in _SHOWN and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    if node.op == "placeholder":
+        return tokens if form.roles.get(node) == "position_ids" else _OTHER
+    if name_of(node) != "arange":
+        return _OTHER
+    start, end, step = (node.args if len(node.args) == 3 else (*node.args, 1) if len(node.args) == 2 else (0, *node.args, 1))[:3]
+    given = {"start": start, "end": end, "step": step} | dict(node.kwargs)
+    return tokens if (given["start"], symbol(value_of(given["end"])), given["step"]) == (0, tokens, 1) else _OTHER
 
 
 def _written_last(uses: _Uses, read: fx.Node, part: _Part) -> tuple[fx.Node, fx.Node] | None:
