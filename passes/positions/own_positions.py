@@ -56,13 +56,16 @@ def use_own_positions(graph: fx.Graph, form: CallForm, values: Values, longest: 
 
 def _position_limit(graph: fx.Graph, form: CallForm, values: Values, positions: BatchPositions) -> int | None:
     """The first position that some table lacks; None if no table is indexed by positions, or all positions are in range."""
-    lookups = ((node, *found) for node in graph.nodes if (found := _lookup(node)) is not None)
-    return least(*(_first_outside(*lookup, form, values, positions) for lookup in lookups))
+    limit: int | None = None
+    for node in graph.nodes:
+        if (found := _lookup(node)) is not None:
+            limit = least(limit, _first_outside(node, *found, form, values, positions, limit))
+    return limit
 
 
 def _lookup(node: fx.Node) -> tuple[fx.Node, int] | None:
     """The index of a lookup in a table of fixed size, and the table's number of rows."""
-    if node.op != "call_function":
+    if node.op not in ("call_function", "call_method"):
         return None
     if node.target is F.embedding:
         index, table, axis = node.args[0], node.args[1], 0
@@ -81,7 +84,10 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, int] | None:
     return (index, rows) if isinstance(rows, int) and rows <= _LONGEST_TABLE else None
 
 
-def _first_outside(user: fx.Node, index: fx.Node, rows: int, form: CallForm, values: Values, positions: BatchPositions) -> int | None:
+def _first_outside(
+    user: fx.Node, index: fx.Node, rows: int, form: CallForm, values: Values, positions: BatchPositions, first_lacking: int | None
+) -> int | None:
+    """`first_lacking`: the first position that earlier tables lack, of which the index may be made."""
     starts = frozenset(node for node in (form.positions, positions.made) if node is not None)
     sliced = ancestors(index, user, starts, through_shapes=False)
     if not starts & set(sliced) or any(
@@ -89,12 +95,13 @@ def _first_outside(user: fx.Node, index: fx.Node, rows: int, form: CallForm, val
     ):
         return None
     count = rows + 64  # a learned table has far fewer rows before that of position 0
+    count = count if first_lacking is None else min(count, first_lacking)
     numbers = torch.arange(count, device=value_of(index).device)
     given = {node: numbers[None] if node is form.positions else numbers for node in starts & set(sliced)}
     try:
         looked_up = RowProbe(form, values, user).at(index, count, given)
     except (RuntimeError, IndexError):
-        return None  # the index is itself read from a shorter table, which has its own limit
+        return None
     if looked_up.numel() != count:
         return None
     outside = ((looked_up.flatten() >= rows) | (looked_up.flatten() < -rows)).nonzero()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from paged_attn import LLM, SamplingParams
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.prove import mask_proof
 from tests.passes.graphs import Toy, assert_ragged_equals_alone, masked, rewrite_of
@@ -92,3 +95,43 @@ def test_slopes_of_more_heads_than_a_small_number() -> None:
     result = assert_ragged_equals_alone(Toy(WithPositions(attend), heads=32, kv_heads=32, dim=4))
     slopes = result.specs[0].alibi_slopes
     assert slopes is not None and slopes[:2] == (pytest.approx(0.84), pytest.approx(0.84**2))
+
+
+class OwnTable(nn.Module):
+    """Looks its positions up in a buffer of `places` numbers, and these in a table of `rows`, in one of these ways."""
+
+    def __init__(self, way: Callable[[OwnTable, int], Tensor], places: int, rows: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.embed, self.table = way, nn.Embedding(96, 16), nn.Embedding(rows, 16)
+        self.qkv, self.head, self.places = nn.Linear(16, 48), nn.Linear(16, 96), nn.Buffer(torch.arange(places)[None])
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.embed(input_ids) + self.way(self, input_ids.shape[1])).chunk(3, -1)
+        attended: Tensor = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=True)
+        return self.head(attended[:, 0])
+
+
+WAYS: list[tuple[Callable[[OwnTable, int], Tensor], int, int, int]] = [
+    (lambda model, count: model.table(model.places[:, :count]), 65, 64, 64),
+    (lambda model, count: model.table(model.places[:, :count] + 1), 64, 64, 63),
+    (lambda model, count: model.table(model.places[:, 1 : count + 1]), 65, 64, 63),
+    (lambda model, count: model.table(model.places[:, torch.arange(count)]), 70, 64, 64),
+    (lambda model, count: model.table.weight.index_select(0, torch.arange(count) + 1), 1, 64, 63),
+]
+
+
+@pytest.mark.parametrize(("way", "places", "rows", "expected"), WAYS)
+def test_the_shortest_of_several_tables_limits_the_model(
+    way: Callable[[OwnTable, int], Tensor], places: int, rows: int, expected: int
+) -> None:
+    model = OwnTable(way, places, rows).eval()
+    prompt = [3 * i % 96 for i in range(expected - 4)]
+    with LLM(model, num_pages=20) as llm:
+        assert llm.engine.runner.max_positions == expected
+        (answer,) = llm.generate([prompt], SamplingParams(max_tokens=20, temperature=0))
+    ids = list(prompt)
+    with torch.no_grad():
+        while len(ids) <= expected:
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    assert list(answer.token_ids) == ids[len(prompt) :]
