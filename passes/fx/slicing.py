@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from paged_attn.passes.fx.graph_tools import Writers, call, writers_of
 from paged_attn.passes.fx.token_data import read_inputs
+from paged_attn.passes.fx.vmap_levels import VmapLevels
 
 MAX_NODES = 4000
 OPERATION = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest value: both sides may compute in the graph's dtype
@@ -65,10 +66,11 @@ def evaluate_all(
     written = writers_of(nodes)
     values = {n: v.clone() if n in written and isinstance(v, Tensor) else v for n, v in given.items()}  # never writes to the model's own
 
-    with torch.no_grad():
+    with torch.no_grad(), VmapLevels() as levels:
         for node in nodes:
             if node in values:
                 continue
+            levels.before(node)
             args, kwargs = fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
             if constant is not None:
                 args = tuple(constant(node, a) for a in args)
@@ -79,6 +81,7 @@ def evaluate_all(
                 values[node] = attribute_of(node)
             else:
                 raise KeyError(node)
+            levels.after(node)
     return values
 
 

@@ -25,6 +25,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": COMMON, "llama": {**COMMON, "pad_token_id": None}, "bert": ENCODER, "roberta": {**ENCODER, "pad_token_id": 1},
     "xlm-roberta": {**ENCODER, "pad_token_id": 1, "type_vocab_size": 1}, "distilbert": DISTIL, "electra": {**ENCODER, "embedding_size": 32},
     "modernbert": {**ENCODER, "local_attention": 8, "global_attn_every_n_layers": 3, "num_hidden_layers": 3},
+    "gemma3_text": {**COMMON, "use_bidirectional_attention": True, "sliding_window": 8, "sliding_window_pattern": 2},  # EmbeddingGemma's
     "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 80, "initializer_range": 0.3},
 }  # fmt: skip
 
