@@ -72,7 +72,8 @@ def self_check(
         original = TracedOriginal(compiled, traced, served.boundaries)
         ids = next(a for a, role in zip(args, compiled.roles, strict=True) if role == "input_ids")
         num_ids = _num_ids(compiled, inputs, ids, original, model_logits)
-        random = probe_prompts(ids.device, num_ids, compiled.max_positions)
+        least = 1 if served.is_causal else original.min_tokens  # what a short prompt is padded with would be seen by all of it
+        random = probe_prompts(ids.device, num_ids, compiled.max_positions, least)
         prompts = with_rare_ids(random, rare_ids((t for t in inputs.owned if isinstance(t, Tensor)), num_ids))
         truth = Truth(original, served.boundaries.all, prompts, others_for(prompts, compiled.max_positions))
         check_rows(prompts, truth.logits, inputs.takes_logits_rows)

@@ -79,11 +79,17 @@ class Step:
     parts: tuple[Part, ...]
 
 
-def probe_prompts(device: torch.device, num_ids: int, longest: int | None = None) -> list[Tensor]:
-    """Seeded random prompts [T] int64 with ids below `num_ids`, none longer than the model's positions; the second is the longest."""
+def probe_prompts(device: torch.device, num_ids: int, longest: int | None = None, least: int = 1) -> list[Tensor]:
+    """Seeded random prompts [T] int64 with ids below `num_ids`, none longer than the model's positions; the second is the longest.
+
+    Args:
+        least: the fewest tokens that a prompt may have.
+    """
     generator = torch.Generator().manual_seed(20)
     most = min(LENGTHS[1], longest or LENGTHS[1])
     lengths = [max(n * most // LENGTHS[1], 1) for n in LENGTHS] if most < LENGTHS[1] else LENGTHS
+    if min(lengths) < least:
+        lengths = [min(n + least, longest or n + least) for n in lengths]
     return [torch.randint(0, num_ids, (n,), generator=generator).to(device) for n in lengths]
 
 

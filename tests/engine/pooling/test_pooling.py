@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModel
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
 from tests.engine.models import fail_once, random_prompts
@@ -39,6 +40,17 @@ def test_an_embedding_is_that_of_the_model_itself(name: str) -> None:
         cached = sum(output.cached_tokens for output in outputs)
         assert (cached > 0) == (llm.engine.is_causal and pooling == "last"), "hidden states of cached prefixes are not there"
     assert not llm.engine.requests and llm.engine.kv.num_available == llm.engine.kv.num_usable
+
+
+def test_a_window_in_both_directions_that_is_longer_than_the_prompts_of_the_self_check() -> None:
+    """A trace of more tokens than the window holds takes no fewer, and what would fill a short prompt up is seen by all of it."""
+    torch.manual_seed(1)
+    settings = {**CONFIGS["modernbert"], "local_attention": 64, "num_hidden_layers": 2, "global_attn_every_n_layers": 2}
+    model = AutoModel.from_config(AutoConfig.for_model("modernbert", **settings)).eval()
+    prompts = [[2 + token for token in range(length)] for length in (3, 70)]
+    with LLM(model, task="embed", **{**SETTINGS, "max_batch_tokens": 80}) as llm:
+        for prompt, output in zip(prompts, llm.embed(prompts, normalize=False), strict=True):
+            torch.testing.assert_close(torch.tensor(output.outputs.embedding), own_embedding(model, prompt, "mean"), **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", _some("llama", "bert"))
