@@ -16,6 +16,7 @@ LOWEST = -1e38  # below all exponents; with -inf, a difference of two of them is
 FIRST = 8  # tokens, each of which is tried as the first one
 
 
+@torch.no_grad()
 def starts_of(layer: RecurrentLayer, maxima: Sequence[int]) -> list[float]:
     """The number that each of the module's states holds, known from its empty cache; if that has none, it is found by trial for states that
     are running maxima (indices in `maxima`), and 0 for others.
