@@ -18,7 +18,7 @@ from tests.zoo.build import build
 
 NAMES = [
     pytest.param(name, marks=pytest.mark.skipif(name not in CONFIG_MAPPING, reason=f"this transformers has no {name}"))
-    for name in ("qwen3_next", "kimi_linear", "bamba", "falcon_h1", "lfm2", "jamba", "mamba", "mamba2", "minimax")
+    for name in ("qwen3_next", "kimi_linear", "bamba", "falcon_h1", "lfm2", "jamba", "mamba", "mamba2", "minimax", "zamba", "xlstm")
 ]
 PROMPTS = random_prompts((80, 3, 1, 21, 130), seed=5)
 

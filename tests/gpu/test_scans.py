@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
+from paged_attn.attn_ops.scans.channels import channel_scan_extend
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend
 from paged_attn.attn_ops.scans.kda import kda_extend
 from paged_attn.attn_ops.scans.linear import linear_attention_extend
@@ -55,6 +56,23 @@ def test_linear_attention(k_dim: int, v_dim: int, lengths: tuple[int, ...]) -> N
     linear_attention_extend(query, key, value, decay, outputs[1], False, states[1], where)
     assert far(outputs[0], outputs[1]) < CLOSE
     assert far(states[0], states[1]) < CLOSE
+
+
+@pytest.mark.parametrize("maximum", [False, True], ids=["sum", "maximum"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_channel_scan(lengths: tuple[int, ...], maximum: bool) -> None:
+    """RWKV-4's attention at its published width: the state before each token."""
+    torch.manual_seed(0)
+    rows, width, where = sum(lengths), 4096, extends(lengths)
+    decay, x = -torch.rand(width, device="cuda").expand(rows, width), torch.randn(rows, width, device="cuda")
+    decay = decay if maximum else decay.exp()
+    states = [torch.randn(len(lengths) + 1, width, device="cuda")]
+    states.append(states[0].clone())
+    outputs = [torch.empty_like(x) for _ in range(2)]
+    assert prompts.channels(decay, x, outputs[0], maximum, -2.0, states[0], where)
+    channel_scan_extend(decay, x, outputs[1], maximum, -2.0, states[1], where)
+    assert far(outputs[0], outputs[1]) < 1e-5
+    assert far(states[0], states[1]) < 1e-5
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
