@@ -1,4 +1,12 @@
-"""Paged, ragged, prefix-shared attention for any Hugging Face causal LM: `torch.compile(model, backend="paged_attn")`."""
+"""Paged, ragged, prefix-shared attention for any Hugging Face causal LM: `torch.compile(model, backend="paged_attn")`.
+
+In: an unmodified model. Out: `LLM`, `AsyncLLM`, a server, or a compiled model whose calls run on pages.
+Change: the public names, each imported when it is first used: `_EXPORTS` in this file; everything else is in the rooms of DESIGN.md.
+Change: what torch.compile calls: `dynamo_backend.py`; what it gets back: `compiled_graph.py`; contexts of callers' own steps: `forward.py`.
+Change: when two results count as equal: `tolerances.py`; how the parts of a start are timed: `stopwatch.py`.
+Change: Ctrl-C during bookkeeping: `interrupts.py`; progress bars: `progress.py`; values in messages: `shown.py`; prompts that are cut to a
+length: `truncation.py`.
+"""
 
 from __future__ import annotations
 

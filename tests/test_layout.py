@@ -18,7 +18,7 @@ HOUSE = ("paged_attn", *FOLDERS)
 MAY_IMPORT = {"attn_ops": set(), "backends": {"attn_ops"}, "passes": {"attn_ops"}, "capture": {"attn_ops"}}
 HEAVY = ("transformers", "triton", "flashinfer", "sgl_kernel", "flash_attn", "torch._dynamo", "torch._inductor", "matplotlib", "fastapi")
 MAX_LINES = 500
-WITHOUT_SIGN = ("paged_attn", "paged_attn.demo_model")  # the package itself, and data
+WITHOUT_SIGN = ("paged_attn.demo_model",)  # data
 
 
 def sources(*folders: str) -> list[Path]:

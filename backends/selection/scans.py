@@ -13,7 +13,7 @@ BUILT_IN = {
     "triton": "paged_attn.backends.scans.triton.backend:TritonScans",
     "fla": "paged_attn.backends.scans.fla:FlaScans",
     "flashinfer": "paged_attn.backends.scans.flashinfer:FlashInferScans",
-    "torch": "paged_attn.backends.scans.truth:TorchScans",
+    "torch": "paged_attn.backends.scans.plain_torch:TorchScans",
 }
 ORDER = ("triton", "torch")  # "auto" takes the first that fits
 NOT_MEASURED = "not measured beside ours yet; scans_backend={!r} takes it"

@@ -4,7 +4,6 @@ Follows SGLang's RadixAttention (arXiv:2312.07104), with whole pages as the unit
 
     match -> lock(match.node) -> allocate the rest -> run -> extend(match.node) -> free duplicates -> unlock
 
-
 Lock a match before doing anything that may evict: until then its pages can be freed.
 """
 
@@ -162,8 +161,8 @@ class RadixCache:
                 self._roots[start.namespace] = start
             self._owned.update(new_pages)
             self._evictable += len(new_pages)
-            self._rank_anew(node)
-            self._rank_anew(leaf)
+            self._update_queue(node)
+            self._update_queue(leaf)
             node = leaf
         return Inserted(node, duplicates)
 
@@ -274,13 +273,13 @@ class RadixCache:
             shared = child.shared_pages(tokens, position, self.page_size)
             if shared < len(child.pages):
                 upper = child.split(shared, self.page_size)
-                self._rank_anew(child)
+                self._update_queue(child)
                 child = upper
             child.last_access = self._tick
             pages += child.pages
             position += shared * self.page_size
             node = child
-        self._rank_anew(node)
+        self._update_queue(node)
         return node, pages
 
     def _check_pages(self, mine: list[int], theirs: list[int]) -> None:
@@ -307,7 +306,7 @@ class RadixCache:
             if was_locked != (above.lock_count > 0):
                 self._evictable += len(above.pages) if was_locked else -len(above.pages)
             above = above.parent
-        self._rank_anew(node)
+        self._update_queue(node)
 
     def _remove(self, node: RadixNode) -> None:
         parent = node.parent
@@ -316,10 +315,10 @@ class RadixCache:
         node.parent = None
         if parent.is_root and not parent.children:
             del self._roots[parent.namespace]
-        self._rank_anew(parent)
+        self._update_queue(parent)
 
-    def _rank_anew(self, node: RadixNode) -> None:
-        """Must be called after every change of a node."""
+    def _update_queue(self, node: RadixNode) -> None:
+        """Queue a node that can be evicted by its last use, and take any other out. Must be called after every change of a node."""
         if node.is_evictable:
             self._queue.put(node, node.last_access)
         else:

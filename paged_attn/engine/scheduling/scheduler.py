@@ -163,6 +163,10 @@ class Scheduler:
         return min(request.num_remaining, plan.budget, max(request.scores_from - request.num_cached, 0) + plan.score_budget)
 
     def _reserve_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan, drained: bool) -> bool:
+        """Reserve pages for a request's first `num_tokens` tokens. While there are too few, preempt the last running request.
+
+        False, if it was this one; or if a step is in flight, where nothing is preempted and `wants_drain` is set.
+        """
         while not self.kv.reserve(request, num_tokens):
             if not drained:
                 self.wants_drain = True
@@ -273,6 +277,7 @@ class Scheduler:
         self.stats.preemptions += 1
 
     def _requeue(self, request: Request) -> None:
+        """Stop a running request: its full pages go to the prefix cache, and it waits before new requests of its priority."""
         self._stop(request, share=request.num_sampled > 0)
         request.set_length_border()
         self.running.remove(request)

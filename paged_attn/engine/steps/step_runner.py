@@ -152,14 +152,14 @@ class StepRunner:
     def prepare(self, requests: Sequence[BatchRequest] | RequestColumns) -> Step:
         """Build the batch, padded to the smallest captured shape that holds it, or unpadded if none does."""
         columns = RequestColumns.of(requests)
-        agree = self.runner.ranks.compare_step(columns) if self.runner.ranks is not None else None
+        settle = self.runner.ranks.compare_step(columns) if self.runner.ranks is not None else None
         num_logits = int(columns.num_logits.sum())
         step = self._step_in_graph(columns, num_logits) if self.graphs is not None and self.graphs.captured else None
         step = step or Step(Batch.build(columns, self.page_size, self.runner.device), None, num_logits)
         if self.lora_slots is not None:
             step = replace(step, batch=self.lora_slots.given(step.batch, columns))
-        if agree is not None:
-            agree()
+        if settle is not None:
+            settle()
         return step
 
     def _step_in_graph(self, requests: RequestColumns, num_logits: int) -> Step | None:
