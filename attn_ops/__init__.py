@@ -3,5 +3,7 @@
 In: specs, and a step's batch and pools. Out: ops that a graph calls.
 Change: ops: `ops/`; specs: `specs/`; batches: `batch/`; KV memory and state slots: `kv/`; recurrences in plain PyTorch: `scans/`.
 Change: errors that users can cause: `errors.py`; the forward context: `context.py`; what Triton has built in C: `triton_launchers.py`.
+Change: a model author's code that may fail: `model_code.py`; the current CUDA device: `current_device.py`.
+Change: words of switches: `switches.py`; the command that installs an extra: `install_line.py`.
 Change: files that only this user may write: `private_files.py`; entries of a table, or attributes, for a while: `replaced_entries.py`.
 """

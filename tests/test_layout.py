@@ -18,6 +18,10 @@ HOUSE = ("paged_attn", *FOLDERS)
 MAY_IMPORT = {"attn_ops": set(), "backends": {"attn_ops"}, "passes": {"attn_ops"}, "capture": {"attn_ops"}}
 HEAVY = ("transformers", "triton", "flashinfer", "sgl_kernel", "flash_attn", "torch._dynamo", "torch._inductor", "matplotlib", "fastapi")
 MAX_LINES = 500
+# A sign need not name each of its files if they are named after what they do.
+FILE_BY_NAME = re.compile(
+    r"the (file|folder) of its\s+(name|kind)|[oO]ne file (each|per)|one file or folder each|its file, and|its file, with|rooms of DESIGN"
+)
 WITHOUT_SIGN = ("paged_attn.demo_model",)  # data
 
 
@@ -157,8 +161,23 @@ def test_a_room_has_a_sign_and_a_dozen_files_at_most():
             named = re.findall(r"`([\w./]+(?:\.py|/))`", sign)
             gone = [each for each in named if not any((at / each).exists() for at in (path.parent, ROOT))]
             assert not gone, f"the sign of {name} names {gone}, which do not exist"
+            unnamed = [each for each in parts_of(path.parent) if not re.search(rf"(?<!\w){re.escape(each)}", sign)]
+            say_all = not unnamed or name in WITHOUT_SIGN or FILE_BY_NAME.search(sign)
+            assert say_all, f"the sign of {name} does not say what {unnamed} are for"
             files = [file.name for file in path.parent.glob("*.py") if file != path]
             assert len(files) <= 12, f"{name} has {len(files)} files; make rooms of them by what they do: {sorted(files)}"
+
+
+def parts_of(room: Path) -> list[str]:
+    """The files and rooms in a room, as its sign names them: `scheduler.py`, `sampling/`."""
+    files = [file.name for file in sorted(room.glob("*.py")) if not file.stem.startswith("__")]
+    return files + [f"{folder.parent.name}/" for folder in sorted(room.glob("*/__init__.py")) if not folder.parent.is_symlink()]
+
+
+def test_parts_of_a_room_are_its_files_and_rooms():
+    assert parts_of(ROOT / "backends" / "experts") == [
+        "base.py", "flashinfer.py", "grouped_mm.py", "one_by_one.py", "sgl_kernel/", "triton/"
+    ]  # fmt: skip
 
 
 def test_no_file_is_too_long():

@@ -1,6 +1,7 @@
-"""Passes that make a paged graph faster, one file or folder each. Only `linear_float32` sums in another order.
+"""Passes that make a paged graph faster, each in its own file or folder. Only `linear_float32` sums in another order.
 
 In: a graph whose attention is paged. Out: the same values in fewer or cheaper launches.
 Change: rows of logits: `logits_gather.py`, `row_region.py`; linears: `linears/`; operands of scans: `scan_operands.py`.
-Change: experts and routers: `dense_experts.py`, `stacked_experts.py`, `routing.py`; complex numbers: `complex_as_real.py`.
+Change: experts and routers: `dense_experts.py`, `stacked_experts.py`, `routing.py`.
+Change: complex numbers: `complex_as_real.py`; views: `late_views.py`.
 """

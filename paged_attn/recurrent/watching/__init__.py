@@ -2,5 +2,5 @@
 
 In: a model. Out: calls of its modules, and what state they keep.
 Change: state in the cache: `watch.py`; that a module takes and returns: `carried.py`; in attributes: `attributes.py`.
-Change: a module's other arguments: `call_parts.py`.
+Change: a module's other arguments: `call_parts.py`, and those that it does not read: `not_read.py`.
 """
