@@ -1,8 +1,8 @@
 """Tolerances of whole rows: when two results of a model count as equal. A proof of one operation has its own beside it.
 
-A row is compared as a whole: its error is the length of the difference over the length of the row. What is allowed is a small multiple of
-what rounding alone does to the same row of the same model, which is measured (`paged_attn.check.compare.noise`), and never less than a few
-roundings of its type.
+A row is compared as a whole: its error is the length of the difference, divided by the length of the row. What rounding alone does to
+that row of that model is measured (`paged_attn.check.compare.noise`). A small multiple of it is allowed, and never less than a few
+roundings of the row's type.
 """
 
 from __future__ import annotations

@@ -12,11 +12,15 @@ ChunkPart = Literal["intra", "successive", "inter", "all"]
 class AttentionSpec:
     """One attention layer, as proved from the graph. Token positions count from 0 within each request.
 
-    Query i may see key j iff `j <= i` (causal) and `i - sliding_window < j` (Hugging Face's window: i itself counts)
-    and `i // chunk == j // chunk` (Llama 4's chunks; `chunk_part` may name others) and, if it is not causal,
-    `j < i + window_ahead` (ModernBERT).
-    Scores are `softcap * tanh(scale * q.k / softcap) + alibi_slope * (j - i)`,
-    plus `bias[h, i - j]` or `bias[h, j]` if the layer has a table of biases (an operand of the op, like sinks).
+    Query i sees key j if all conditions hold that the layer has:
+
+        j <= i                      causal
+        i - sliding_window < j      a window, as in Hugging Face: i itself counts
+        i // chunk == j // chunk    Llama 4's chunks; `chunk_part` may name others
+        j < i + window_ahead        only where it is not causal (ModernBERT)
+
+    Scores are `softcap * tanh(scale * q.k / softcap) + alibi_slope * (j - i)`. If the layer has a table of biases (an operand of the op,
+    like sinks), `bias[h, i - j]` or `bias[h, j]` is added.
 
     Attributes:
         num_q_heads, num_kv_heads: query head h reads KV head `h // (num_q_heads // num_kv_heads)`.

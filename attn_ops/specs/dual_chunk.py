@@ -14,9 +14,14 @@ PARTS: tuple[ChunkPart, ...] = ("intra", "successive", "inter")
 class DualChunkSpec(AttentionSpec):
     """Causal attention with three queries per token and one softmax: which query meets key j depends on the chunks of i and j.
 
-    Key j <= i meets token i's intra-chunk query if `i // chunk == j // chunk`, its successive-chunk query if j is in the previous chunk,
-    and its inter-chunk query if j is farther back. The model's graph rotates queries and keys: the pool holds keys as the model rotates
-    them, by their position within the chunk, and the paper's local size is part of the successive queries.
+    Key j <= i meets one of token i's queries:
+
+        intra-chunk         j is in the same chunk, `i // chunk == j // chunk`
+        successive-chunk    j is in the chunk before it
+        inter-chunk         j is farther back
+
+    The model's graph rotates queries and keys. The pool holds keys as the model rotates them, by their position within the chunk. The
+    paper's local size is part of the successive queries.
 
     Attributes:
         chunk: tokens of a chunk, the paper's s - w (in config.json: chunk_size - local_size); at least 2.

@@ -1,7 +1,7 @@
 """One row times a weight, limited only by reading the weight.
 
-Each program holds whole rows of the weight in its registers, and requests them before it waits for the previous kernel, so that weights
-arrive while that one ends (CUDA programming guide, "Programmatic Dependent Launch and Synchronization"). Sums are in float32.
+Each program holds whole rows of the weight in its registers. It requests them before it waits for the previous kernel, so they arrive
+while that one ends (CUDA programming guide, "Programmatic Dependent Launch and Synchronization"). Sums are in float32.
 """
 
 from __future__ import annotations

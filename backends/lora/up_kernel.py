@@ -17,9 +17,10 @@ import triton.language as tl
 def up_kernel(y, b, scales, slots, out, count, width, y_stride, slot_stride, start, end, part, second, third,
               ADAPTERS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
               TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Columns `start` to `end - 1` of out [count, width]: those of y [count, width + ADAPTERS * PARTS * RANK], plus for rows with an
-    adapter scales[slot, part] * b[slot] @ y's columns for that slot and part, after the outputs; b [ADAPTERS, width, RANK], scales
-    [ADAPTERS, PARTS].
+    """Columns `start` to `end - 1` of out [count, width]; b [ADAPTERS, width, RANK], scales [ADAPTERS, PARTS].
+
+    y [count, width + ADAPTERS * PARTS * RANK] holds the outputs, and after them some columns for each slot and part. out is the outputs.
+    To rows with an adapter, scales[slot, part] * b[slot] @ y's columns for that slot and part is added.
     The columns belong to `part`, from `second` on to the next one, from `third` on to the one after it. BLOCK_K ranks at a time, of all
     adapters (TOGETHER) or one after the other. Grid (cdiv(end - start, BLOCK_N), cdiv(count, BLOCK_M)).
 

@@ -67,8 +67,8 @@ class PieceReport:
 def inductor(piece: fx.GraphModule, inputs: Sequence[Any]) -> Artifact:
     """Inductor with the symbols of Dynamo's tracing context.
 
-    Kernels choose among their configurations when they first run, not at compile time (the default of `standalone_compile`), when they
-    would be timed on the few tokens of the trace, where all are equally fast, and the one chosen can be 1.4 times slower on thousands.
+    Kernels choose among their configurations when they first run. By default `standalone_compile` would time them at compile time, on the
+    few tokens of the trace. There all are equally fast, and the one chosen can be 1.4 times slower on thousands of tokens.
     """
     options = {"config_patches": {"triton.autotune_at_compile_time": False}}
     with waiting_first(), blocks_for_many_rows(), rows_in_any_order(), rows_set_aside(), building_launchers():

@@ -11,11 +11,14 @@ VARIABLE = "TRITON_CACHE_DIR"
 def pin_triton_cache() -> None:
     """Have Triton keep compiled kernels in its own folder, unless the user named one, and assemble them with Inductor's `ptxas`.
 
-    Inductor changes both while it runs: it moves the cache to its own folder when it first loads a kernel
-    (`torch._inductor.runtime.triton_heuristics`), and sets its assembler, on which Triton's keys depend, when it first compiles one in the
-    process itself instead of a worker (`torch._inductor.async_compile`). Kernels compiled before and after, such as those of attention,
-    would then be looked up in two places, and a process that meets them in another order would compile them again. Call this before
-    Inductor is used.
+    Call this before Inductor is used, because Inductor changes both while it runs:
+
+    - When it first loads a kernel, it moves the cache to its own folder (`torch._inductor.runtime.triton_heuristics`).
+    - When it first compiles one in the process itself instead of a worker, it sets its assembler, on which Triton's keys depend
+      (`torch._inductor.async_compile`).
+
+    Kernels compiled before and after, such as those of attention, would then be looked up in two places. A process that meets them in
+    another order would compile them again.
     """
     if find_spec("triton") is None:
         return

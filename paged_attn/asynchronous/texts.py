@@ -26,8 +26,8 @@ SLACK = 16  # tokens that a cut in the middle of a word may add
 class Texts:
     """A tokenizer for the event loop's use.
 
-    Prompts are tokenized in threads, so that a long one holds up neither the event loop nor the engine nor the short ones of other
-    clients, and with copies, for tokenizers written in Rust refuse to be changed by one thread while another reads them.
+    Prompts are tokenized in threads, so a long one holds up neither the event loop nor the engine, nor the short ones of other clients.
+    The threads use copies of the tokenizer: those written in Rust refuse to be changed by one thread while another reads them.
 
     Args:
         tokenizer: of the model, or None: then prompts must be token ids.

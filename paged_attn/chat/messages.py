@@ -25,11 +25,11 @@ def plain_messages(messages: Sequence[Any], template: str = "") -> list[dict[str
     """Messages for a template: contents are text, arguments of calls are mappings.
 
     Args:
-        messages: mappings of role, content (a text, or parts of type "text"), name, reasoning_content (or reasoning, as vLLM's newer
-            servers call it), tool_calls and tool_call_id, as OpenAI's API and transformers have them, or objects that become such mappings
-            (`ChatMessage`, the messages of OpenAI's client).
-        template: the text of the one that they are for. It may know roles of its own, and "developer", OpenAI's newer name of "system".
-            Most drop the messages of a role that they do not know.
+        messages: mappings, or objects that become mappings (`ChatMessage`, the messages of OpenAI's client). Keys, as in OpenAI's API and
+            transformers: role, content (a text, or parts of type "text"), name, tool_calls, tool_call_id, and reasoning_content, which
+            vLLM's newer servers call reasoning.
+        template: the text of the template that they are for. It may know roles of its own, and "developer", OpenAI's newer name for
+            "system". Most templates drop the messages of a role that they do not know.
 
     Raises:
         ChatError: anything else, with its place.

@@ -2,8 +2,8 @@
 
 Before: F.linear -> reshape(split) -> op on pages or slots -> norm, gate
 After:  F.linear -> op on pages or slots -> reshape(split) -> norm, gate
-A part whose shape makes it a copy (every fourth group of columns) is a kernel of its own if it is made in the piece before the op. In the
-piece that uses it, it is an address of the kernel that reads it. The product itself is a tensor in any case.
+Some parts have a shape that makes them copies (every fourth group of columns). Made in the piece before the op, such a part is a kernel of
+its own. Made in the piece that uses it, it is only an address of the kernel that reads it. The product itself is a tensor in any case.
 Left alone: parts of what is computed in a piece, which its kernel can write in that shape; what is written to.
 """
 

@@ -1,16 +1,20 @@
 """The attention kernel: paged, ragged, split by stream-K, merged by the program that finishes an item last.
 
-For each query row: softmax(softcap(scale * q.K) + bias) @ V over the keys that the row sees, read in place through the page table, by the
-online softmax in base 2 (Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867; FlashAttention-2, https://arxiv.org/abs/2307.08691).
+Each query row gets softmax(softcap(scale * q.K) + bias) @ V over the keys that it sees. These are read in place through the page table.
+The softmax is the online softmax in base 2 (Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867; FlashAttention-2,
+https://arxiv.org/abs/2307.08691).
 
-query [T, q_heads, QK_DIM], out [T, q_heads, V_DIM], any strides; keys and values [pages, PAGE_SIZE, kv_heads, dim] with any page, token and
-head strides and dim contiguous; page_table [requests, columns] int32; seq_lens [requests], query_start [requests + 1] int32;
-work: see plan_kernels. A program walks through its share of the work, item by item; a cut item leaves (acc, m, norm) of its part in
-`partial` [2 * programs, KEEP_ROWS, BLOCK_DV] and `partial_stats` [2 * programs, 2, KEEP_ROWS], and the program that adds the last part
-merges them.
+    query [T, q_heads, QK_DIM], out [T, q_heads, V_DIM]                    any strides
+    keys, values [pages, PAGE_SIZE, kv_heads, dim]                         any page, token and head strides; dim is contiguous
+    page_table [requests, columns], seq_lens [requests], query_start [requests + 1]    int32
+    work                                                                   see plan_kernels
 
-With FUSED_WRITE (one new token per request) the new K and V come from `new_keys` and `new_values` [T, kv_heads, dim], and the program with
-the item's last part stores them in the pool.
+A program walks through its share of the work, item by item. If an item is cut, each of its programs leaves (acc, m, norm) of its part in
+`partial` [2 * programs, KEEP_ROWS, BLOCK_DV] and `partial_stats` [2 * programs, 2, KEEP_ROWS]. The program that adds the last part merges
+them.
+
+FUSED_WRITE, for one new token per request: the new K and V come from `new_keys` and `new_values` [T, kv_heads, dim]. The program with the
+item's last part stores them in the pool.
 """
 
 from __future__ import annotations

@@ -1,17 +1,20 @@
 """Cuts a step's attention into equal shares, on the device: stream-K over query tiles and key blocks.
 
-The work of one layer is a list of items (request, KV head, query tile), each with a number of key blocks. Laid end to end, the blocks are
-dealt to the programs in equal runs, which may cut items. So every program has the same work whatever the lengths, and no more than two of
-its items are cut: the workspace for partial results grows with the programs and not with the batch. An item counts as ITEM_COST blocks
-more than it has, for its queries and its output, which take most of the time when there are many short requests.
+The work of one layer is a list of items (request, KV head, query tile), each with a number of key blocks. All blocks are laid end to end,
+and each program gets an equal run of them. A run may cut items. So every program has the same work, whatever the lengths. At most two of
+its items are cut, so the workspace for partial results grows with the programs and not with the batch. An item counts as ITEM_COST blocks
+more than it has, for its queries and its output: with many short requests these take most of the time.
 (Stream-K: Osama et al., 2023, https://arxiv.org/abs/2301.03598, there for matrix products.)
 
-With PART_BLOCKS > 0 an item is cut every PART_BLOCKS blocks instead, whatever else is in the batch, and each part has a program of its own:
-then a row's result is bitwise the same in every batch.
+With PART_BLOCKS > 0 an item is cut every PART_BLOCKS blocks instead, whatever else is in the batch. Each part has a program of its own.
+Then a row's result is bitwise the same in every batch.
 
-`count_units` runs once per request, `deal_work` once per BLOCK_P programs. Columns of `work` [programs + 1, 16] int32, the rest being
-padding: request, tile, KV head, first block, blocks in all, first and last program that have a part of the first item, slot of that item's
-first part, and query_start, query_len and seq_len of the request, so that a program begins with one look-up.
+`count_units` runs once per request, `deal_work` once per BLOCK_P programs. A program begins with one look-up, of its row of `work`
+[programs + 1, 16] int32:
+
+    0 request, 1 tile, 2 KV head and 3 block where its run begins; 4 blocks of the run
+    5 first and 6 last program that has a part of the run's first item; 7 slot of that item's first part
+    8 query_start, 9 query_len and 10 seq_len of the request; the rest is padding
 """
 
 from __future__ import annotations

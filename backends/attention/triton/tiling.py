@@ -1,4 +1,4 @@
-"""Launch parameters of the kernels.
+"""Launch parameters of the kernels: `tiling` chooses them for a step. What follows are the measurements behind its numbers.
 
 Measured on one H200 (triton 3.6.0, torch 2.11, 2026-11-21) with `python benchmarks/kernels.py`, 32 query heads over 8, dim 128, bfloat16:
 - Decode: 64 keys, 4 warps, 3 stages, 2 programs per multiprocessor were best or within 1 % of it on six of seven shapes. One request of
@@ -17,7 +17,6 @@ Measured on one H200 (triton 3.6.0, torch 2.11, 2026-11-21) with `python benchma
   times as fast again on prompts of 1,024 tokens, and slower from 8,192 on.
 - `attend_hopper` at other head dims than 64 and 128 has what fits into shared memory and registers. At 192 with 128 that was the fastest or
   within 1 % of it; at 256 the producer's 88 registers are 2 to 6 % faster than 72 (2026-11-25, `python benchmarks/prefill.py --tilings`).
-
 - Waves are from one H100 (2026-11-26, `benchmarks/results/prefill_waves_h100.json`): 192 with 128, 16 KV heads, 7,808 new tokens after
   8,192 take 2,434 us in one wave, 1,854 in two, 1,745 in four; 512 after 15,488 take 155 us in one, 185 in two.
 

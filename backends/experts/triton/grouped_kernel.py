@@ -20,9 +20,10 @@ def grouped_first(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     COUNTERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """inner [T k, I], by pair, of x [T, H] and w1 [E, rows, H]; rows as in `few_first`.
+    """The first product and the gate: inner [T k, I], a row for each pair of a token and its expert, of x [T, H] and w1 [E, rows, H]. The
+    rows of w1 are as in `few_first`.
 
-    COUNTERS, a power of 2: T is 1, and `blocks` are its ids, each a block by itself; `arrived` is zeroed. Otherwise COUNTERS is 0.
+    COUNTERS is 0, or for a single token a power of 2: `blocks` are then its ids, each a block by itself, and `arrived` is zeroed.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()

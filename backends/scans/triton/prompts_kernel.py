@@ -15,8 +15,8 @@ def solve_chunks(
     REPEATS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORMALISE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Computes for a chunk of a head under the delta rule `new` [N * CHUNK, H, V] and `reads` [N * CHUNK, H, K] such that its tokens write
-    new - reads S, where S is the state before the chunk. `rows` and `real` [N, CHUNK] are its tokens."""
+    """The delta rule on a chunk of a head: `new` [N * CHUNK, H, V] and `reads` [N * CHUNK, H, K]. The chunk's tokens write new - reads S,
+    where S is the state before the chunk. `rows` and `real` [N, CHUNK] are its tokens."""
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i, k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     row, there = tl.load(rows + chunk * CHUNK + i), tl.load(real + chunk * CHUNK + i)

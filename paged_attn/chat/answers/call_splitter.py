@@ -5,26 +5,26 @@ from __future__ import annotations
 from paged_attn.chat.formats.tool_format import SPACE, Call, Taken, ToolFormat, as_json
 from paged_attn.chat.parts import Content, Part, ToolCall
 
-EAGER = 4096  # up to this many characters of a possible call, each new piece is parsed again
-GROWTH = 17 / 16  # beyond that they are looked at when they have grown so much, which costs time in proportion to the length
+EAGER = 4096  # up to this many characters, a possible call is parsed again with each new piece
+GROWTH = 17 / 16  # a longer one is parsed again when it has grown by this factor, so that the time is in proportion to its length
 
 
 class CallSplitter:
-    """Takes calls out of content. What looks like a call and is none, or is not whole when the answer ends, is told as content.
+    """Takes calls out of an answer; the rest is content. So is what looks like a call and is none, or is not whole when the answer ends.
 
-    Space around calls is left out, and kept where there are none.
+    Space around calls is left out, and kept in an answer without calls.
 
     Args:
         format: how calls are written.
-        most: so many calls are told as such at most; what else comes is content, those of one list that are too many as JSON.
+        most: the most calls of an answer; None: any number. All that follows is content; calls of the same list become JSON again.
     """
 
     def __init__(self, format: ToolFormat, most: int | None = None) -> None:
         self._format, self._most = format, most
-        self._text = ""  # not told yet
+        self._text = ""  # not returned yet
         self._space = ""  # trailing space of the text so far; a call may follow it
-        self._may_end = False  # something has come since the last look that a call may end with
-        self._looked_at = 0  # characters, when what may be a call was not whole
+        self._may_end = False  # since it was last parsed, a character has come with which a call may end
+        self._looked_at = 0  # length of the possible call when it was last parsed and was not whole
         self._num_calls = 0
         self._ids = set[str]()
         self._has_content = self._follows_call = False
@@ -87,9 +87,9 @@ class CallSplitter:
             return []
         text = self._space + self._text[:end]
         self._text, self._looked_at = self._text[end:], 0
-        told = text.rstrip(SPACE)
-        self._space = text[len(told) :]
-        if not told:
+        content = text.rstrip(SPACE)
+        self._space = text[len(content) :]
+        if not content:
             return []
         self._has_content, self._follows_call = True, False
-        return [Content(told)]
+        return [Content(content)]

@@ -1,10 +1,12 @@
-"""What rounding does to a model, measured on the model itself: at every boundary, how far the original graph is off
+"""What rounding does to a model, measured on the model itself.
 
-- from itself in wider numbers,
-- from itself with its recurrent layers run token by token, as decoding runs them, and
-- from itself on a shorter prompt, as products of another shape round otherwise and some quantisers look at the whole batch;
+At every boundary the original graph is compared with other runs of itself:
 
-each time going on from the same values at every boundary, so that nothing adds up.
+- in wider numbers;
+- with its recurrent layers run token by token, as decoding runs them;
+- on a shorter prompt: products of another shape round otherwise, and some quantisers look at the whole batch.
+
+Each run goes on from the same values at every boundary, so nothing adds up.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
 """Divides one memory budget between KV pages and recurrent states, by what a request needs of each.
 
-The length of requests is not known beforehand. A request takes one state whatever its length, and between `least` (one token) and `most`
-(the longest request) bytes of pages. If each slot is given e bytes of pages, short requests run out of slots and long ones out of pages.
-Relative to a division made for their length, (s + least) / (s + e) of the shortest requests fit, and e / most * (s + most) / (s + e) of the
-longest, where s is the size of a state. The smaller of the two is largest where they are equal:
+The length of requests is not known beforehand. Whatever its length, a request takes one state of s bytes. Its pages take between `least`
+(one token) and `most` bytes (the longest request). If each slot is given e bytes of pages, short requests run out of slots, and long ones
+out of pages. Relative to a division made for requests of that length, so many fit:
+
+    the shortest: (s + least) / (s + e)        the longest: e / most * (s + most) / (s + e)
+
+The smaller of the two is largest where they are equal:
 
     e = most * (s + least) / (most + s)
 
-So a hybrid model with long requests divides memory about evenly, one with few positions gets the pages that these can fill, and a model
+So a hybrid model with long requests divides memory about evenly. One with few positions gets the pages that these can fill. A model
 without attention uses all of the memory for states.
 """
 

@@ -27,9 +27,11 @@ WITH_STATES = ", but for its recurrent layers: those compute the tokens of an an
 def refuse_other_generate(model: nn.Module, num_ids: int, positions: bool, recurrent: bool = False) -> None:
     """Compare the logits of a few greedy steps of transformers' `generate` with those of one call of all its tokens.
 
-    Declines: a model in 16 bits, where rounding moves an expert's choice or a long recurrence as far as a mistake would; one without it or
-    with a `generate` of its own, whose forward knows the cache by a name of another version of transformers (which then generates as if
-    there were none), or that generate cannot run.
+    Not compared, without an error:
+
+    - a model in 16 bits, where rounding moves an expert's choice or a long recurrence as far as a mistake would;
+    - one without transformers' `generate`, one that `generate` cannot run, or one that returns only the last token's logits;
+    - one whose forward knows the cache by the name of another version of transformers, which then generates as if there were none.
 
     Args:
         num_ids: token ids are drawn below that.

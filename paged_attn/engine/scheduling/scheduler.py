@@ -58,11 +58,12 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """Admits requests by priority, then tenants and their namespaces in turn, then by the policy, under a token budget per step (chunked
-    prefill, mixed with decodes).
+    """Plans steps under a token budget: chunked prefill, mixed with decodes.
 
-    When pages run out, the least urgent running request (the newest of them) is preempted: its pages are freed (full ones go to the
-    prefix cache), and it is recomputed from prompt and output, before new requests of its priority, so its tokens stay the same.
+    Requests are admitted by priority; within one, tenants take turns, and so do a tenant's namespaces; among the rest the policy decides.
+
+    When pages run out, the least urgent running request is preempted, the newest of them. Its pages are freed (full ones go to the prefix
+    cache). It is admitted again before new requests of its priority and recomputed from prompt and output, so its tokens stay the same.
     A request is also preempted to admit a more urgent one. A request that has outgrown its cached keys (`Request.length_border`) is
     recomputed in the same way. No decision depends on the time: equal calls give equal steps.
 

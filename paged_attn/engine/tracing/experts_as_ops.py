@@ -198,9 +198,11 @@ Probe = tuple[tuple[Tensor, Tensor, Tensor], Tensor]  # x, ids and weights, and 
 
 
 def _probes(module: nn.Module, layout: Layout | FlatLayout, w1: Tensor, dims: int) -> list[Probe]:
-    """Ragged loads, with experts that get nothing, ids beyond the experts where there are such, two experts that get every token, rows
-    that are so large that a gate meets any limit, and so many for the same experts that they meet any capacity; none for a module that does
-    not take them."""
+    """Inputs on which a module is compared with the op, and what the module gives; none for a module that does not take them.
+
+    Ragged loads, with experts that get nothing; ids beyond the experts, where there are such; two experts that get every token; rows so
+    large that a gate meets any limit; and so many rows for the same experts that they meet any capacity.
+    """
     experts, hidden, device = layout.experts, w1.shape[-1], w1.device
     numbers = torch.Generator().manual_seed(1)
     compute = owner.forward if isinstance(owner := _owner(module), OwnExperts) else module

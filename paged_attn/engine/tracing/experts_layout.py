@@ -1,8 +1,12 @@
 """Where an expert module keeps its weights, and which of them may be moved.
 
-transformers' modules say so by flags (`is_transposed`, `has_bias`, ...). Other modules, from remote code, may be experts if they hold two
-stacked weights whose shapes fit each other, or matrices [E n, m] of all experts' rows, their own or those of an inner module (DBRX), and
-are called with hidden states, ids and weights. What any of them computes is then proved.
+transformers' modules say so by flags (`is_transposed`, `has_bias`, ...). Other modules, from remote code, may be experts if they are called
+with hidden states, ids and weights, and hold either
+
+- two stacked weights whose shapes fit each other, or
+- matrices [E n, m] of all experts' rows, their own or those of an inner module (DBRX).
+
+What any of them computes is then proved.
 
 A matrix of all rows does not say how many experts it holds, so the module's numbers whose names mention experts are tried, small ones
 first. The order matters: on a GPU, ids beyond a module's experts may end the process, while too few experts only give different results.

@@ -22,8 +22,11 @@ _LEVELS = ("debug", "info", "warning", "warn", "error", "exception", "critical",
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Nothing is collected inside; afterwards the collector is on again if it was on before. Dynamo makes objects by the million and drops
-    few, and whenever their number has grown by a quarter all are looked through again, a tenth of the time that a trace takes."""
+    """Nothing is collected inside; afterwards the collector is on again if it was on before.
+
+    Dynamo makes objects by the million and drops few. Whenever their number has grown by a quarter, the collector looks through all of
+    them, which takes a tenth of a trace's time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -67,8 +70,10 @@ def open_multihead_attention() -> Iterator[None]:
 
 @contextmanager
 def plain_is_causal() -> Iterator[None]:
-    """Inside, `F.scaled_dot_product_attention` takes a truth value that Dynamo made of the number of tokens (`is_causal=T > 1`) as what it
-    is in the traced call, and the trace holds for calls where it is the same: the function itself wants a bool of Python's.
+    """Inside, `F.scaled_dot_product_attention` accepts a truth value that Dynamo made of the number of tokens (`is_causal=T > 1`).
+
+    It counts as what it is in the traced call, and the trace holds for calls where it is the same. The function itself accepts only a bool
+    of Python's.
     """
     theirs = F.scaled_dot_product_attention
 

@@ -2,8 +2,8 @@
 
 Before: F.linear(x.float(), weight.float(), bias), or by matmul, mm or addmm; x [..., T, K] and weight [N, K] in 16 bits
 After:  paged_attn.linear_float32(x, weight, bias)
-Left alone: weights that the graph computes or writes to, values that are written to between cast and product, products that have the same
-size in every step, and anything that does not give the op's numbers.
+Left alone: weights that the graph computes or writes to; values that are written to between cast and product; products that have the same
+size in every step; and anything that does not give the op's numbers.
 """
 
 from __future__ import annotations

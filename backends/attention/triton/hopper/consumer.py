@@ -76,6 +76,11 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
             HAS_WINDOW: gl.constexpr, CHUNKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
             BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, QUERY_TILES: gl.constexpr,
             TURNS: gl.constexpr, ITEM_COST: gl.constexpr):  # fmt: skip
+    """One consumer's half (0 or 1) of each tile: walks through the program's share of the work, item by item, as `attend` does.
+
+    The producer fills `q_tiles`, `k_tiles` and `v_tiles`. A barrier `.._full` says that a buffer may be read, `.._empty` that it may be
+    filled again. With TURNS the two consumers issue their products in turn (`turn`).
+    """
     HALF_ROWS: gl.constexpr = BLOCK_M // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = sums_layout(first_width(V_DIM))

@@ -1,8 +1,8 @@
 """Attention of all heads to one row per token, read once: the whole row is the key, and its first RANK elements are the value.
 
-For each query row: softmax(scale * (q.latent + q_rotated.rotated)) @ latent over the tokens up to its own, read in place through the page
-table, by the online softmax in base 2, as in `attend_kernel` of the room above. That one would load K and V of a row of 512 + 64 as two
-tiles of 1,024 and 512 columns. Here a tile of 512 lies in shared memory once, and both products read it there.
+Each query row gets softmax(scale * (q.latent + q_rotated.rotated)) @ latent over the tokens up to its own. Rows are read in place through
+the page table; the softmax is that of `attend_kernel` of the room above (online, in base 2). That kernel would load K and V of a row of
+512 + 64 as two tiles of 1,024 and 512 columns. Here a tile of 512 lies in shared memory once, and both products read it there.
 
 query [T, GROUP, RANK + ROTATED], out [T, GROUP, RANK], last dim contiguous; lse [T, GROUP] float32; rows [pages, PAGE_SIZE, 1,
 RANK + ROTATED] with any page and token strides; page_table [requests, columns], seq_lens [requests], query_start [requests + 1] int32;

@@ -1,9 +1,9 @@
 """Latent attention on Hopper, in Gluon: four warp groups, so that loads, scores, softmax and weighted sums of different blocks overlap.
 
-One group copies rows from their pages (`hopper_producer.py`), one turns scores into weights (`weigh`), and two add up latents,
-half of the columns each (`add_up`), because sums of 64 rows over a rank of 512 take half of a multiprocessor's registers. Queries of
-64 rows and two blocks of 64 tokens take 216 KiB of shared memory, so a block's weights overwrite its rotated parts once its scores no
-longer need them. Fewer than 64 rows are padded with zeros: memory is the limit then, and the matrix units wait for it anyway.
+One group copies rows from their pages (`hopper_producer.py`), and one turns scores into weights (`weigh`). Two add up latents (`add_up`),
+each half of the columns: sums of 64 rows over a rank of 512 take half of a multiprocessor's registers. Queries of 64 rows and two blocks
+of 64 tokens take 216 KiB of shared memory. So once a block's scores no longer need its rotated parts, its weights overwrite them. Fewer
+than 64 rows are padded with zeros: memory is the limit then, and the matrix units wait for it anyway.
 
 Arguments, work list and what is left for `merge_latent`: as in `attend_kernel.py`. Serves 16 bits and what `tiling.in_latent_hopper` lists.
 """
