@@ -51,11 +51,11 @@ def check(llm: LLM, completions: Sequence[Completion], params: SamplingParams) -
         compared += at
         if completion.token_ids == expected:
             continue
-        told = _told(llm, number, completion.token_ids, expected, at)
+        described = _describe(llm, number, completion.token_ids, expected, at)
         if params.repetition_penalty == 1 and _is_near_tie(llm, completion, expected, at):
-            near_ties.append(told)
+            near_ties.append(described)
         else:
-            difference = difference or told
+            difference = difference or described
     started = time.perf_counter()
     padded = own_tokens(llm, [completion.prompt_token_ids for completion in completions], params)
     seconds = time.perf_counter() - started
@@ -88,7 +88,7 @@ def _until(tokens: list[int], end: frozenset[int]) -> list[int]:
     return tokens[: last + 1]
 
 
-def _told(llm: LLM, number: int, got: list[int], expected: list[int], at: int) -> str:
+def _describe(llm: LLM, number: int, got: list[int], expected: list[int], at: int) -> str:
     ours, theirs = (_token(llm, tokens, at) for tokens in (got, expected))
     return f"prompt {number + 1}, new token {at + 1}: paged_attn gives {ours}, transformers' generate() gives {theirs}"
 

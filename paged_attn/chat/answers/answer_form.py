@@ -77,14 +77,14 @@ class AnswerReader(Protocol):
     """Reads one answer. The parts of a text are the same however it is cut, up to how contents are cut."""
 
     def feed(self, text: str) -> list[Part]:
-        """What can be told after the next piece of the text."""
+        """The parts that are certain after the next piece of the text."""
 
     def finish(self) -> list[Part]:
         """What is left when no more text comes."""
 
 
 def read_event(reader: AnswerReader, event: TokenEvent) -> list[Part]:
-    """What can be told after an event of the answer; all that is left, if it is the last one."""
+    """The parts that are certain after an event of the answer; all that is left if it is the last one."""
     parts = reader.feed(event.text) if event.text else []
     return parts if event.finish_reason is None else parts + reader.finish()
 
@@ -109,4 +109,4 @@ class TaggedReader:
     def _take(self, found: list[Part]) -> list[Part]:
         if self._calls is None:
             return found
-        return [told for part in found for told in (self._calls.feed(part.text) if isinstance(part, Content) else [part])]
+        return [each for part in found for each in (self._calls.feed(part.text) if isinstance(part, Content) else [part])]

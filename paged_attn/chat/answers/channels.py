@@ -24,7 +24,7 @@ class ChannelReader:
     Args:
         prompt: it may end inside a message, which the answer goes on with.
         has_tools: False: calls are content.
-        most: so many calls are told as such at most.
+        most: the most calls of an answer; None: any number. What follows them is content.
     """
 
     def __init__(self, prompt: str, has_tools: bool, most: int | None) -> None:
@@ -33,16 +33,16 @@ class ChannelReader:
         self._held, self._header = "", ""
         self._looked_at = 0  # position from which the end of a call is searched
         self._kind: Kind = "header"
-        self._has_told: set[type[Content | Reasoning]] = set()
-        self._is_new = False  # nothing of this message was told
+        self._kinds_given: set[type[Content | Reasoning]] = set()
+        self._is_new = False  # nothing of this message was returned
         if prompt.rfind(MESSAGE) > max(map(prompt.rfind, _MARKS)):
             self._begin(prompt[prompt.rfind(START) : prompt.rfind(MESSAGE)])
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
         parts: list[Part] = []
-        while (told := self._next()) is not None:
-            parts += told
+        while (parts_of_text := self._next()) is not None:
+            parts += parts_of_text
         return parts
 
     def finish(self) -> list[Part]:
@@ -50,10 +50,10 @@ class ChannelReader:
         text, self._held = self._held, ""
         if self._kind == "call":
             return self._call(text, "")
-        return [] if self._kind == "header" and text.lstrip().startswith(_HEADS) else self._tell(text)
+        return [] if self._kind == "header" and text.lstrip().startswith(_HEADS) else self._parts(text)
 
     def _next(self) -> list[Part] | None:
-        """What can be told of the text that is held; None: nothing more before more comes."""
+        """The next parts of the text that is held; None if they depend on what comes."""
         if not self._held:
             return None
         if self._kind == "header":
@@ -63,15 +63,15 @@ class ChannelReader:
         if found:
             at, mark = min(found)
             text, self._held = self._held[:at], self._held[at + len(mark) if mark in ENDINGS else at :]
-            told = self._call(text, mark if mark in ENDINGS else "") if self._kind == "call" else self._tell(text)
+            parts_of_text = self._call(text, mark if mark in ENDINGS else "") if self._kind == "call" else self._parts(text)
             self._kind, self._looked_at = "header", 0
-            return told
+            return parts_of_text
         if self._kind == "call":
             self._looked_at = max(len(self._held) - LONGEST, 0)
             return None
         sure = len(self._held) - overlap(self._held, marks)
         text, self._held = self._held[:sure], self._held[sure:]
-        return self._tell(text) if text else None
+        return self._parts(text) if text else None
 
     def _read_header(self) -> list[Part] | None:
         held = self._held.lstrip()
@@ -96,13 +96,13 @@ class ChannelReader:
         else:
             self._kind = "reasoning" if channel is not None and channel[1] == "analysis" else "content"
 
-    def _tell(self, text: str) -> list[Part]:
+    def _parts(self, text: str) -> list[Part]:
         """Messages of one kind are paragraphs."""
         if not text:
             return []
         kind = Reasoning if self._kind == "reasoning" else Content
-        between = "\n\n" if self._is_new and kind in self._has_told else ""
-        self._has_told.add(kind)
+        between = "\n\n" if self._is_new and kind in self._kinds_given else ""
+        self._kinds_given.add(kind)
         self._is_new = False
         return [kind(between + text)]
 
@@ -113,6 +113,6 @@ class ChannelReader:
         is_mine = recipient[1].startswith(FUNCTIONS) and name and is_utf8(name)
         if not is_mine or arguments is None or (self._most is not None and self._num_calls >= self._most):
             self._kind = "content"
-            return self._tell(f"{self._header}{MESSAGE}{text}{mark}")
+            return self._parts(f"{self._header}{MESSAGE}{text}{mark}")
         self._num_calls += 1
         return [ToolCall(ToolFormat.new_id(), name, arguments)]

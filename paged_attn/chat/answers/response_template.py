@@ -18,12 +18,12 @@ UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
 
 
 class TemplateReader:
-    """By `tokenizer.get_response_parser`. A call that it cannot read is told as content, and so is all that follows it.
+    """By `tokenizer.get_response_parser`. A call that it cannot read becomes content, and so does all that follows it.
 
     Args:
         prefix: the prompt, which may hold the beginning of the answer.
         tools: types of arguments are looked up in them; none: calls are content.
-        most: so many calls are told as such at most.
+        most: the most calls of an answer; None: any number. What follows them is content.
 
     Raises:
         ValueError: the response template cannot be read.
@@ -35,7 +35,7 @@ class TemplateReader:
         self._parser: Any = self._new_parser()
         self._closings = _closings(tokenizer.response_template)
         self._has_tools, self._most = bool(tools), most
-        self._text, self._read = "", 0  # all of it, and up to where it was told or belongs to a call
+        self._text, self._read = "", 0  # all of it, and up to where it was returned or belongs to a call
         self._call_begins: int | None = None
         self._num_calls = 0
         self._has_failed = False
@@ -65,7 +65,7 @@ class TemplateReader:
         return self._parts(events)
 
     def _parts_before_error(self, new: int) -> list[Part]:
-        """Parts in the last `new` characters, in which the parser failed and told nothing of what it had read by then."""
+        """Parts in the last `new` characters, in which the parser failed and returned nothing of what it had read by then."""
         parser, parts, start = self._new_parser(), list[Part](), len(self._text) - new
         try:
             for at in range(0, start, SLICE):

@@ -49,7 +49,7 @@ class ToolFormat:
     Attributes:
         marks: texts that a call begins with, and others that special tokens of the format are written as.
         at_beginning: nothing but calls may stand before a call.
-        between: characters that may lie between calls, and are not told.
+        between: characters that may lie between calls, and are dropped.
         endings: a call may end with one of these characters, and with nothing else; "" for any.
     """
 
@@ -93,7 +93,7 @@ class ToolFormat:
         Args:
             ended: nothing follows the text.
 
-        Returns None if that cannot be told yet; never when it has ended.
+        Returns None if that is not certain yet; never when it has ended.
         """
         raise NotImplementedError
 

@@ -66,8 +66,8 @@ def check_output(model: nn.Module, may_pick_rows: bool = True) -> TokenIds:
     logits = logits_in(output)
     if not isinstance(logits, Tensor):
         raise UnsupportedError(
-            f"{name} returns {_told(output)}, and no logits: it has no language-model head, and there is nothing to choose tokens by. Load "
-            "the model with its head (AutoModelForCausalLM), or wrap it in a module that returns logits [1, T, vocabulary]."
+            f"{name} returns {_kind_of(output)}, and no logits: it has no language-model head, and there is nothing to choose tokens by. "
+            "Load the model with its head (AutoModelForCausalLM), or wrap it in a module that returns logits [1, T, vocabulary]."
         )
     width = logits.shape[-1]
     over_tokens = [size for size in tables if is_vocabulary(width, size)]
@@ -128,6 +128,6 @@ def _why(logits: Tensor, tokens: int, over_tokens: bool) -> str:
     return "; known is [1, T, vocabulary]"
 
 
-def _told(output: Any) -> str:
+def _kind_of(output: Any) -> str:
     names = [name for name in (output if isinstance(output, Mapping) else vars(output) if hasattr(output, "__dict__") else ())]
     return f"a {type(output).__name__}" + (f" of {', '.join(map(str, names))}" if names else "")

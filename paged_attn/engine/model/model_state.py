@@ -51,7 +51,7 @@ class ModelState:
         self._model = model
         self._written_by_itself: list[Tensor] = []
         self.take()
-        _told_of_optimizers(self)
+        _watch_optimizers(self)
 
     def take(self) -> None:
         """From now on what the model is now is what it was."""
@@ -132,7 +132,7 @@ class ModelState:
         found.altered += [f"{kind.__name__}.forward was replaced" for kind, f in self._forwards.items() if kind.forward is not f]
         for (name, tensor), was, pointer in zip(self._tensors.items(), self._kinds, self._pointers, strict=True):
             if _kind(tensor) != was:
-                found.replaced.append(f"{name} was {_told(was)} and is {_told(_kind(tensor))}")
+                found.replaced.append(f"{name} was {_described(was)} and is {_described(_kind(tensor))}")
             elif tensor.data_ptr() != pointer:
                 found.moved.append(name)
         found.written = self._was_trained or _versions(self._with_versions) != self._versions
@@ -147,7 +147,7 @@ _states: weakref.WeakSet[ModelState] = weakref.WeakSet()
 _hook: Any = None  # called after every optimizer's step, once there is a first state
 
 
-def _told_of_optimizers(state: ModelState) -> None:
+def _watch_optimizers(state: ModelState) -> None:
     global _hook
     with _lock:
         _states.add(state)
@@ -272,7 +272,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.device
 
 
-def _told(kind: tuple[Any, ...]) -> str:
+def _described(kind: tuple[Any, ...]) -> str:
     dtype, shape, device = kind
     return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
 

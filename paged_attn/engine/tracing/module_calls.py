@@ -28,7 +28,7 @@ def watch_calls(model: nn.Module, modules: Collection[nn.Module], inputs: Callab
             model(**inputs(length))
 
 
-def told_while_running(call: ModuleCall) -> tuple[ModuleCall, list[bool]]:
+def with_running_flag(call: ModuleCall) -> tuple[ModuleCall, list[bool]]:
     """The call, and a list whose only item is true while it runs. A graph that is being made runs its ops, and a forward that emits such an
     op must not emit it again then."""
     running = [False]

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from paged_attn.attn_ops.ops.module import MODULE_ON_ALL_TOKENS, register_module
 from paged_attn.calling.left_as_it_was import replaced_forward
 from paged_attn.calling.plain_modes import as_served
-from paged_attn.engine.tracing.module_calls import LENGTHS, told_while_running, watch_calls
+from paged_attn.engine.tracing.module_calls import LENGTHS, watch_calls, with_running_flag
 from paged_attn.recurrent.watching.watch import named_arguments, positional_names
 
 logger = logging.getLogger("paged_attn")
@@ -127,7 +127,7 @@ def on_all_tokens(model: nn.Module, calls: Mapping[str, AllTokensCall]) -> Itera
 
 
 def _emitter(module: nn.Module, call: AllTokensCall) -> Callable[..., Any]:
-    run, running = told_while_running(call.run)
+    run, running = with_running_flag(call.run)
     original, number = module.forward, register_module(module, run)
     names, paths, like, at, count, objects = positional_names(module), call.paths, call.like, call.at, call.count, call.objects
 

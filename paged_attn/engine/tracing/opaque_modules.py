@@ -23,7 +23,7 @@ from paged_attn.attn_ops.ops.module import MODULE, register_module
 from paged_attn.calling.left_as_it_was import replaced_forward
 from paged_attn.engine.tracing.experts_as_ops import agrees, kind_of
 from paged_attn.engine.tracing.looping.calls import CallForm
-from paged_attn.engine.tracing.module_calls import LENGTHS, told_while_running, watch_calls
+from paged_attn.engine.tracing.module_calls import LENGTHS, watch_calls, with_running_flag
 from paged_attn.engine.tracing.trace_failure import NotTraced
 from paged_attn.passes.recompute.code_numbers import crowd_of
 
@@ -192,7 +192,7 @@ def _refuse_limits(module: nn.Module, call: _Call, given: Sequence[Sequence[Tens
 
 
 def _emitter(module: nn.Module, call: _Call) -> Callable[..., Tensor]:
-    run, running = told_while_running(call.call)
+    run, running = with_running_flag(call.call)
     original, number = module.forward, register_module(module, run)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:

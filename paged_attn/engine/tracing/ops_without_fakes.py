@@ -44,7 +44,7 @@ class OpsWithoutFakes:
         return bool(self.calls)
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def with_fakes(self) -> Iterator[None]:
         """Inside, torch knows the shapes of what these ops give.
 
         Raises:
@@ -52,13 +52,13 @@ class OpsWithoutFakes:
         """
         with ExitStack() as undo:
             for op, runs in self.calls.items():
-                undo.enter_context(_told(op._schema.name, _fake(op, runs)))
+                undo.enter_context(_with_fake(op._schema.name, _fake(op, runs)))
                 register_split_op(op)
             yield
 
 
 @contextmanager
-def _told(name: str, fake: Callable[..., Any]) -> Iterator[None]:
+def _with_fake(name: str, fake: Callable[..., Any]) -> Iterator[None]:
     made = OPDEFS.get(name)  # by torch.library.custom_op, whose own fake asks for the author's
     if made is not None:
         with replaced_entries(vars(made), {"_abstract_fn": fake}):

@@ -147,7 +147,7 @@ class Workarounds:
                 self.blocks = stack.enter_context(looping_experts_as_ops(model, self.inputs, backend, self.left, self.on_all))
             stack.enter_context(modules_as_ops(model, self.opaque, self.inputs))
             if self.unknown is not None:
-                stack.enter_context(self.unknown.told())
+                stack.enter_context(self.unknown.with_fakes())
             stack.enter_context(on_all_tokens(model, self.on_all))
             yield
 

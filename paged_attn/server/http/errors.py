@@ -176,20 +176,22 @@ def add_handlers(app: FastAPI) -> None:
 
 async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
-        return told(request.scope, _first_complaint(error))
+        return error_answer(request.scope, _first_complaint(error))
     if isinstance(error, HTTPException):
         hint, headers = _way(request.url.path) if error.status_code == 404 else "", error.headers or {}
         if isinstance(error.__cause__, ValueError):  # raised by FastAPI while it reads the body
             hint = f": {error.__cause__}"
         if allowed := headers.get("Allow"):
             hint = f"; allowed: {allowed}"
-        answer = told(request.scope, ApiError(error.status_code, f"{request.method[:20]} {shown(request.url.path)}: {error.detail}{hint}"))
+        answer = error_answer(
+            request.scope, ApiError(error.status_code, f"{request.method[:20]} {shown(request.url.path)}: {error.detail}{hint}")
+        )
         answer.headers.update(headers)
         return answer
-    return told(request.scope, api_error(error))
+    return error_answer(request.scope, api_error(error))
 
 
-def told(scope: Scope, error: ApiError) -> Response:
+def error_answer(scope: Scope, error: ApiError) -> Response:
     """The answer; the log of the call knows of it, too."""
     call = scope.get("state", {}).get("call")
     if call is not None and call.failure is None:

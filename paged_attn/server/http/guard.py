@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paged_attn.server.http.body_limits import BodyBudget, BodyShape, OpenBodies
 from paged_attn.server.http.callers import Caller, Callers
-from paged_attn.server.http.errors import ApiError, told
+from paged_attn.server.http.errors import ApiError, error_answer
 from paged_attn.server.settings import ServerSettings
 from paged_attn.shown import shown
 
@@ -57,7 +57,7 @@ class Guard:
                     afterwards.enter_context(self._callers.counted(caller))
                 body = await self._body(headers, receive, caller, afterwards)
             except ApiError as error:
-                await told(scope, error)(scope, receive, counting)
+                await error_answer(scope, error)(scope, receive, counting)
                 return
             if body is not None:
                 await self.app(scope, _again(body, receive), counting)

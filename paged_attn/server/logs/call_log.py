@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paged_attn.server.http.call import Call, request_id
 from paged_attn.server.http.callers import Caller
-from paged_attn.server.http.errors import CLIENT_GONE, api_error, told, unforeseen
+from paged_attn.server.http.errors import CLIENT_GONE, api_error, error_answer, unforeseen
 from paged_attn.server.logs.tracing import Tracing
 
 logger = logging.getLogger("paged_attn")
@@ -56,7 +56,7 @@ class CallLog:
             logger.exception("the request %s failed", call.id)
             if call.status:
                 raise
-            await told(scope, unforeseen(error))(scope, receive, answering)
+            await error_answer(scope, unforeseen(error))(scope, receive, answering)
         finally:
             call.afterwards.close()
             facts = facts_of(call, state.get("caller"), scope.get("client"))

@@ -67,11 +67,11 @@ class ExpertMLP:
             yield
 
     @contextmanager
-    def telling(self, experts: Sequence[nn.Module], tape: Tape, fed: list[Tensor]) -> Iterator[None]:
-        """Inside, experts note in `fed` what they are given, and give rows with a one in their place."""
+    def one_hot(self, experts: Sequence[nn.Module], tape: Tape, fed: list[Tensor]) -> Iterator[None]:
+        """Inside, experts note in `fed` what they are given, and give one-hot rows, with a one in their place."""
         hidden = self.spec.hidden
 
-        def teller(expert: int) -> Callable[[Tensor], Tensor]:
+        def one_hot_expert(expert: int) -> Callable[[Tensor], Tensor]:
             def forward(rows: Tensor) -> Tensor:
                 with tape.expert() as taken:
                     fed.append(rows.detach().reshape(-1, hidden).clone())
@@ -83,7 +83,7 @@ class ExpertMLP:
 
         with ExitStack() as undo:
             for index, expert in enumerate(experts):
-                undo.enter_context(replaced_forward(expert, teller(index)))
+                undo.enter_context(replaced_forward(expert, one_hot_expert(index)))
             yield
 
 

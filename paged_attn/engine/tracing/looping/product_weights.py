@@ -20,8 +20,8 @@ from paged_attn.attn_ops.replaced_entries import replaced_entries
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
 from paged_attn.engine.tracing.experts_as_ops import known_gates
 from paged_attn.engine.tracing.experts_layout import DTYPES, Operands, flat_layouts_of, is_stacked
+from paged_attn.engine.tracing.looping.one_hot_products import OneHotProducts
 from paged_attn.engine.tracing.looping.tape import Tape
-from paged_attn.engine.tracing.looping.told_products import ToldProducts
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
 AROUND = 3  # modules that are tried as the block: the one that holds the weights, and two around it
@@ -120,15 +120,15 @@ class ProductWeights:
             yield
 
     @contextmanager
-    def telling(self, experts: Sequence[nn.Module], tape: Tape, fed: list[Tensor]) -> Iterator[TorchFunctionMode]:
+    def one_hot(self, experts: Sequence[nn.Module], tape: Tape, fed: list[Tensor]) -> Iterator[TorchFunctionMode]:
         """A mode in which first products note in `fed` what they are given, and second ones give a one in their expert's place."""
         (holder,) = experts
         zero = [] if self.second_bias is None else [(owner, name, torch.zeros_like) for owner, name in self.second_bias.owners(holder)]
-        told = [(owner, name, self._one_in_place(index)) for index, (owner, name) in enumerate(self.second.owners(holder))]
-        with instead([*told, *zero]):
+        one_hot = [(owner, name, self._one_in_place(index)) for index, (owner, name) in enumerate(self.second.owners(holder))]
+        with instead([*one_hot, *zero]):
             firsts = [weight for stack in self.first for weight in stack.parameters(holder)]
             biases = [] if self.second_bias is None else self.second_bias.parameters(holder)
-            yield ToldProducts(firsts, self.second.parameters(holder), biases, self.spec.hidden, tape, fed)
+            yield OneHotProducts(firsts, self.second.parameters(holder), biases, self.spec.hidden, tape, fed)
 
     def _one_in_place(self, index: int) -> Callable[[Tensor], Tensor]:
         alone = len(self.second.paths) == 1

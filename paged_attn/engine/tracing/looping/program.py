@@ -89,7 +89,7 @@ def program_of(
     writer.experts(site, operands, experts, op)
     for index in after:
         writer.step(common[index])
-    graph.output(map_aggregate(output, writer.told))
+    graph.output(map_aggregate(output, writer.with_nodes))
     graph.lint()
     return Program(fx.GraphModule({}, graph), owned, named)
 
@@ -160,7 +160,7 @@ class _Writer:
             raise NotProved("it looks at what its experts add up to in another shape than one row for each token")
         return self._nodes[slot]
 
-    def told(self, value: Any) -> Any:
+    def with_nodes(self, value: Any) -> Any:
         """Nodes in place of slots and multiples of the number of tokens."""
         if isinstance(value, Slot):
             return self.node(value)
@@ -176,7 +176,7 @@ class _Writer:
         return value
 
     def step(self, step: Step) -> None:
-        made = self._call(step.function, map_aggregate(step.args, self.told), map_aggregate(step.kwargs, self.told))
+        made = self._call(step.function, map_aggregate(step.args, self.with_nodes), map_aggregate(step.kwargs, self.with_nodes))
         for place, slot in enumerate(step.results):
             if slot is not None:
                 self._nodes[slot] = self._graph.call_function(operator.getitem, (made, place)) if step.several else made
@@ -230,11 +230,11 @@ def _name(step: Step) -> str:
 
 
 class Evaluation(fx.Interpreter):
-    """Runs a program, whose logits are these if there are some; if `told`, experts give rows with a one in their place."""
+    """Runs a program, whose logits are these if there are some; if `one_hot`, experts give one-hot rows."""
 
-    def __init__(self, program: Program, logits: Tensor | None, told: bool = False) -> None:
+    def __init__(self, program: Program, logits: Tensor | None, one_hot: bool = False) -> None:
         super().__init__(program.gm)
-        self._name, self._logits, self._told = program.logits[0] if program.logits else "", logits, told
+        self._name, self._logits, self._one_hot = program.logits[0] if program.logits else "", logits, one_hot
 
     def run_node(self, n: fx.Node) -> Any:
         if self._logits is not None and n.name == self._name:
@@ -242,7 +242,7 @@ class Evaluation(fx.Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if self._told and target is EXPERTS:
+        if self._one_hot and target is EXPERTS:
             x, ids, weights, w1 = args[:4]
             counted = weights.to(x.dtype) * (ids < len(w1))
             return torch.zeros_like(x).scatter_add_(1, ids.clamp(max=len(w1) - 1), counted)

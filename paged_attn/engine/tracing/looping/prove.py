@@ -173,16 +173,16 @@ class _Proof:
         return all(agrees(*pair) for pair in zip(self.made[size], got, strict=True) if pair[0].is_floating_point())
 
     def _recorded(self, tokens: int) -> tuple[Tape, Any, list[Tensor]]:
-        """A tape with experts that give rows with a one in their place, what the block returns, and the rows that experts were given."""
+        """A tape with experts that give one-hot rows, what the block returns, and the rows that experts were given."""
         given = self._given(tokens, seed=tokens)
         fed: list[Tensor] = []
         tape = Tape({**dict(zip(self.given, given, strict=True)), **self.own}, watched=tokens * self.mlp.spec.hidden)
-        output = self._told(tape, given, fed)
+        output = self._run_one_hot(tape, given, fed)
         return tape, map_aggregate(_plain(output), tape.slot_of), fed
 
-    def _told(self, tape: Tape, given: Sequence[Tensor], fed: list[Tensor]) -> Any:
-        """What the block returns with experts that give rows with a one in their place."""
-        with self.mlp.telling(self.experts, tape, fed) as mode, tape, mode or nullcontext():
+    def _run_one_hot(self, tape: Tape, given: Sequence[Tensor], fed: list[Tensor]) -> Any:
+        """What the block returns with experts that give one-hot rows (a one in the place of the expert)."""
+        with self.mlp.one_hot(self.experts, tape, fed) as mode, tape, mode or nullcontext():
             return self.call.call(self.block, given)
 
     def _sites(self, tape: Tape, fed: Tensor) -> Iterator[ExpertsSite]:
@@ -238,8 +238,8 @@ class _Proof:
                 given[index] = given[index].narrow(each.axis, 0, 1).expand_as(given[index]).clone()  # the first row's ids
         logits = None if like is None else _shaped(torch.linspace(8.0, -8.0, self.mlp.spec.experts).repeat(rows, 1), like)
         tape = Tape({}, {} if logits is None else {step: logits.clone()})
-        expected = tensors_in(_plain(self._told(tape, [each.clone() for each in given], [])))
-        self._agree(program, given, logits, expected, told=True)
+        expected = tensors_in(_plain(self._run_one_hot(tape, [each.clone() for each in given], [])))
+        self._agree(program, given, logits, expected, one_hot=True)
 
     def _compare(self, program: Program, given: Sequence[Tensor], logits: Tensor | None = None, step: int = -1) -> None:
         instead: Mapping[int, Tensor] = {} if logits is None else {step: logits.clone()}
@@ -248,11 +248,13 @@ class _Proof:
             expected = tensors_in(_plain(self.call.call(self.block, copies)))
         self._agree(program, given, logits, expected)
 
-    def _agree(self, program: Program, given: Sequence[Tensor], logits: Tensor | None, expected: list[Tensor], told: bool = False) -> None:
+    def _agree(
+        self, program: Program, given: Sequence[Tensor], logits: Tensor | None, expected: list[Tensor], one_hot: bool = False
+    ) -> None:
         rows = given[0].shape[self.call.tensors[0].axis]
         tensors = [*(each.clone() for each in given), *(self.own[name] for name in program.owned), *self.operands]
         try:
-            got = tensors_in(Evaluation(program, logits, told).run(*tensors))
+            got = tensors_in(Evaluation(program, logits, one_hot).run(*tensors))
         except NOT_EXPERTS as error:
             raise NotProved(f"what it does for {TOKENS[0]} rows cannot be done for {rows}: {first_line(error)}") from error
         for one, other in zip(expected, got, strict=True):
@@ -275,14 +277,14 @@ def refuse_other_branches(tape: Tape, site: ExpertsSite) -> None:
 def _made_from_more(tape: Tape, site: ExpertsSite) -> set[Slot]:
     chosen = tape.values[site.ids.index].flatten()
     same = {Slot(index) for index, value in enumerate(tape.values) if _equal(value, chosen)}
-    told = same | {site.weights}
-    found = {Slot(index) for index, origin in enumerate(tape.origin) if not isinstance(origin, tuple)} - told
+    known = same | {site.weights}
+    found = {Slot(index) for index, origin in enumerate(tape.origin) if not isinstance(origin, tuple)} - known
     for step in tape.steps:
         name = getattr(step.function, "__name__", "")
         if not step.given & found or name.startswith("new_") or name.endswith("_like"):
             continue  # new_* and *_like read only shapes and dtypes
-        found |= {slot for slot in step.results if slot is not None} - told
-        found |= {slot for each in step.written for slot in tape.same_memory(each)} - told
+        found |= {slot for slot in step.results if slot is not None} - known
+        found |= {slot for each in step.written for slot in tape.same_memory(each)} - known
     return found
 
 

@@ -48,8 +48,8 @@ class StackedPair:
             yield
 
     @contextmanager
-    def telling(self, experts: Sequence[nn.Module], tape: Tape, fed: list[Tensor]) -> Iterator[None]:
-        """Inside, the first module notes in `fed` what it is given, the second gives rows with a one in their expert's place."""
+    def one_hot(self, experts: Sequence[nn.Module], tape: Tape, fed: list[Tensor]) -> Iterator[None]:
+        """Inside, the first module notes in `fed` what it is given, the second gives one-hot rows, with a one in their expert's place."""
         first, second = experts
         compute, hidden = second.forward, self.spec.hidden
 
@@ -58,11 +58,11 @@ class StackedPair:
                 fed.append(rows.detach().reshape(-1, hidden).clone())
                 return taken(rows.new_zeros((*rows.shape[:-1], _weight(first).shape[1])))
 
-        def tell(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def one_hot(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             with tape.expert() as taken, instead([(second, _name(second), _one_in_place)]):
                 return taken(compute(torch.ones_like(rows), *args, **kwargs))
 
-        with replaced_forward(first, note), replaced_forward(second, tell):
+        with replaced_forward(first, note), replaced_forward(second, one_hot):
             yield
 
 

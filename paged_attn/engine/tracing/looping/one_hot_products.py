@@ -17,7 +17,7 @@ PRODUCTS = frozenset({
 })  # fmt: skip
 
 
-class ToldProducts(TorchFunctionMode):
+class OneHotProducts(TorchFunctionMode):
     """Inside, products with the second weights, or with what is made of these alone, are taken of ones in place of what is given.
 
     Args:
