@@ -1,8 +1,8 @@
 """The second half of adapters, up to the outputs, for layers whose own product has already multiplied by the first factors of all adapters.
 
-With few rows, each row keeps its own adapter's part and has zeros for all others, so that one product with the second factors of all
-adapters serves every row. The zeros cannot meet NaN or infinity: factors are finite (`adapter_files.py`). With one row, or with many rows,
-whose neighbours mostly have the same adapter, a program handles the adapters of its block one after the other.
+With few rows, each row keeps its own adapter's part and has zeros for all others. Then one product with the second factors of all adapters
+serves every row. The zeros cannot meet NaN or infinity: factors are finite (`adapter_files.py`). With one row, or with many, a program
+handles the adapters of its block one after the other; neighbours among many rows mostly have the same adapter.
 """
 
 # mypy: ignore-errors

@@ -146,8 +146,8 @@ class Engine:
             lora: the name of a loaded adapter; None: the model without an adapter.
 
         Raises:
-            ValueError: an adapter that is not loaded, an empty prompt, a token id out of range, a prompt beyond the model's positions, an
-                id in use, or a schema, regular expression or grammar that cannot be read.
+            ValueError: a prompt that is empty, too long for the model, or has a token id out of range; a request id in use; an adapter
+                that is not loaded; a schema, regular expression or grammar that cannot be read.
             TypeError: a prompt that is not token ids, an unhashable namespace or tenant, or a priority that is not an integer.
             UnsupportedError: the pool can never hold prompt and new tokens (the message shows the arithmetic), a guided answer needs a
                 missing package, or the model has changed (`ModelWatch`).

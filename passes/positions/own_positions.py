@@ -112,7 +112,7 @@ def drop_lookups(graph: fx.Graph, form: CallForm, values: Values) -> None:
     """Removes lookups, at each token's own position, in rows that a model makes for a whole call: token t gets row t.
 
     Before: c = table[:T].cos()[position_ids]       After: c = table[:T].cos().unsqueeze(0)
-    In a ragged row positions can exceed T, so the lookup would fail. Without it `row_values` takes the rows at the batch's positions.
+    In a ragged row positions can exceed T, so the lookup would fail. Without it `ragged_values` takes the rows at the batch's positions.
     Declines: an index that is not each token's position, whatever the order of positions; rows or results that are changed in place.
     """
     data, writers = token_data(graph, form), writers_of(graph.nodes)

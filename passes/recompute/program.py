@@ -81,8 +81,8 @@ def make_program(region: RecomputeRegion, form: CallForm, values: Values, order:
         order: the permutation of its output to [lead.., T, v_dim].
 
     Raises:
-        UnsupportedError: it reads the shape of a tensor with a size that depends on T without being T, or computes with a number made from
-            T that changes beyond the lengths that are tried.
+        UnsupportedError: it reads the shape of a tensor with a size that depends on T and is not T; or it computes with a number that is
+            made from T and changes beyond the lengths that are tried.
     """
     owned = [node for node in region.nodes if form.roles.get(node) == "owned" or node.op == "get_attr"]
     if numbers := [node for node in owned if node.op == "placeholder" and not isinstance(values[node], Tensor)]:

@@ -1,5 +1,5 @@
-"""Replaces an attention that no spec describes (its mask is computed from hidden states, its heads are mixed) by the op that evaluates
-its own part of the graph on each request's tokens.
+"""Replaces an attention that no spec describes, whose mask is computed from hidden states or whose heads are mixed. The op in its place
+evaluates the attention's own part of the graph on each request's tokens.
 
 Before: out = F.sdpa(q, k, v, mask_from(x)) [1, Hq, T, Dv]
 After:  rows = q, k, v and what the mask is made from, each [T, width]; o = aten.new_empty(rows[0], [T, Hq, Dv]);

@@ -43,10 +43,15 @@ class Kind:
 class GroupedKVManager(KVManager):
     """A KVManager whose pages have a frame in each group of layers.
 
-    A frame of a window group is needed while its tokens may be seen by the next query of a running request, or by a request that starts
-    at a likely point: the end of a node of the tree, or where a running request left the tree. When pages run out, all other frames of
-    window groups are freed first; then cached prefixes, the least recently used first; then frames needed only at likely points. A prefix
-    match ends where every group still has what the next query sees.
+    A frame of a window group is needed while its tokens may be seen by the next query of a running request, or of a request that starts
+    at a likely point. Likely points are the end of a node of the tree, and where a running request left the tree. When pages run out,
+    these are freed, in this order (`_make_room`):
+
+    1. all frames of window groups that are not needed;
+    2. cached prefixes, the least recently used first;
+    3. frames that are needed only at likely points.
+
+    A prefix match ends where every group still has what the next query sees.
 
     Args:
         num_frames: pages of the pool, including the reserved one.

@@ -41,9 +41,9 @@ def check_output(model: nn.Module, may_pick_rows: bool = True) -> TokenIds:
         may_pick_rows: it may give the logits of the last token alone (`rows_of_logits.py`).
 
     Raises:
-        UnsupportedError: the model does not continue texts, there are no logits, they are not [1, T, width] for [1, T] token ids, or they
-            are not over the ids that the model reads: a model without a language-model head, a classifier, a reward model, prompt
-            tuning. Or the call replaces modules, or writes weights.
+        UnsupportedError: the model does not continue texts; there are no logits; they are not [1, T, width] for [1, T] token ids, or not
+            over the ids that the model reads (it has no language-model head, is a classifier or a reward model, or has prompt tuning);
+            or the call replaces modules or writes weights.
     """
     refuse_other_kinds(model)
     forget_how(model)

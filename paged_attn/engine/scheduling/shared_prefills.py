@@ -17,8 +17,8 @@ class SharedPrefills:
     """Which request computes which prefix, and which requests wait for it.
 
     A prefix is identified by the node where its match in the prefix cache ends and by the next `min_tokens` tokens. The request that
-    computes it, its holder, holds it until a finite token has validated it, when all others can use its pages, or until the holder stops
-    running for any reason.
+    computes it is its holder, until one of two things happens: a finite token has validated the prefix, so that all others can use its
+    pages; or the holder stops running, for any reason.
 
     Args:
         min_tokens: how many tokens beyond the prefix cache two requests must have in common for one to wait, in whole pages; 0: none waits.

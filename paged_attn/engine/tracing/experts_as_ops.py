@@ -250,8 +250,10 @@ def _lengths_of_terms(found: ProvedExperts, operands: Operands, x: Tensor, ids: 
 
 
 def loud(w1: Tensor) -> float:
-    """How large rows must be for products with w1 [E, .., H] that limits on a gate (7 in gpt-oss, 10 in DeepSeek-V4) show on, with the
-    expert of the largest weights: those of another one may be a hundred times smaller, and the largest must not overflow."""
+    """How large rows must be so that limits on a gate (7 in gpt-oss, 10 in DeepSeek-V4) show in products with w1 [E, .., H].
+
+    The expert with the largest weights decides: another one's may be a hundred times smaller, and the largest must not overflow.
+    """
     lengths = torch.linalg.vector_norm(w1, dim=-1, dtype=torch.promote_types(w1.dtype, torch.float32)).flatten(1)
     usual = lengths.pow(2).mean(1).max().sqrt().item()
     return max(1.0, LOUD.get(w1.dtype, max(LOUD.values())) / usual) if usual > 0 else 1.0
