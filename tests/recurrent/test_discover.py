@@ -214,6 +214,23 @@ def test_two_forms_that_only_rounding_moves_apart_are_one() -> None:
         find_recurrent_layers(Toy(Mixer, Forgets).bfloat16(), inputs_of)
 
 
+class RoundsAndMixes(MixesRequests):
+    def result(self, outputs: Tensor, state: Tensor, gate: Any) -> Any:
+        return outputs if outputs.shape[1] == 1 else outputs + 256 - 256
+
+
+class RoundsAndForgets(RoundsAndMixes):
+    def start(self, state: Tensor | None, hidden: Tensor) -> Tensor:
+        return Mixer.start(self, state if hidden.shape[1] == 1 else None, hidden)
+
+
+def test_rounding_that_moves_two_forms_apart_hides_no_mistake() -> None:
+    _, mixing, forgetting = find_recurrent_layers(Toy(Mixer, RoundsAndMixes, RoundsAndForgets).bfloat16(), inputs_of)
+    assert min(mixing.own_error, forgetting.own_error) > 2 * FORMULAS_APART
+    assert (mixing.batches, mixing.mapped, mixing.chunks) == (True, True, True)
+    assert (forgetting.batches, forgetting.mapped, forgetting.chunks) == (True, False, False)
+
+
 def test_a_layer_whose_own_numbers_overflow_is_refused_for_that() -> None:
     words = r"mixers.1 itself gives numbers that are infinite or NaN in float16, whose largest is 6.55e\+04; .* load the model in bfloat16"
     with pytest.raises(UnsupportedError, match=words):
