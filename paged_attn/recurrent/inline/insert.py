@@ -132,6 +132,7 @@ def _of_matrix(build: Operands, found: Recurrence, layer_id: fx.Node, state_id: 
 def _selective_scan(build: Operands, found: Recurrence, parts: Selective, layer_id: fx.Node, state_id: int) -> tuple[str, fx.Node]:
     dt, x = (build.call(aten.squeeze.dim, build.float32(build.product(each, [])), 2) for each in (parts.steps, parts.x))
     if not parts.divided:
+        dt = build.call(aten.masked_fill.Scalar, dt, build.call(aten.lt.Scalar, build.call(aten.abs.default, dt), SHORTEST), SHORTEST)
         x = build.call(aten.div.Tensor, x, dt)
     of_all = Operands(build.step, found.axes, [])
     queries = [factor for factor in found.query if factor.axes & found.summed]

@@ -189,7 +189,16 @@ class Joined(Retention):
         return (q.unsqueeze(-1) * state).sum(-2).flatten(1), state
 
 
-@pytest.mark.parametrize("mixer", [InPlace, Divided, Lerped, Addcmul, Grouped, Joined], ids=lambda mixer: mixer.__name__)
+class Skipping(remote.Channels):
+    """Some steps are zero, and what is added is not multiplied with them."""
+
+    def token(self, row: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, x, step = self.q(row)[:, :KEYS], self.k(row)[:, :KEYS], self.v(row), torch.relu(self.step(row))
+        state = torch.exp(step[..., None] * -self.rates) * state + x[..., None] * k[:, None]
+        return (state @ q[..., None]).squeeze(-1), state
+
+
+@pytest.mark.parametrize("mixer", [InPlace, Divided, Lerped, Addcmul, Grouped, Joined, Skipping], ids=lambda mixer: mixer.__name__)
 def test_other_words_for_the_same(mixer: type[Mixer]) -> None:
     (layer,) = with_ops(layers_of(Model(mixer)))
     assert layer.ops, layer.why_no_ops
