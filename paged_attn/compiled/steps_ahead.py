@@ -34,12 +34,15 @@ from paged_attn.recurrent.run import OnlyKernels, runner_of
 
 # Steps of requests with so many cached and new tokens: one for each way in which a backend's launches follow lengths.
 Lengths = tuple[tuple[int, int], ...]
-DECODED: tuple[Lengths, ...] = (((100, 1),), ((100, 1),) * 2, ((16_000, 1),) * 8, ((16_000, 1),) * 16, ((50, 1),) * 40, ((16_000, 1),) * 20)
+DECODED: tuple[Lengths, ...] = (
+    ((100, 1),), ((600, 1),), ((100, 1),) * 2, ((16_000, 1),) * 8, ((16_000, 1),) * 16, ((50, 1),) * 40, ((16_000, 1),) * 20,
+    ((2000, 1),) * 96,
+)  # fmt: skip
 PROMPTS = tuple(((0, new),) for new in (600, 4096))
 MIXED = tuple(decoded + prompt for decoded, prompt in itertools.product(DECODED, PROMPTS))
 SHORT = (*(((0, new),) for new in (2, 4, 8, 16, 32, 64)), ((50, 9),))
 STEPS = (*DECODED, *PROMPTS, *MIXED, *SHORT)
-MOST = 41  # requests in any of these steps
+MOST = 97  # requests in any of these steps
 PAGES = 2  # size of the pool, whatever page ids the requests have
 SOME = 7  # tokens, where the number does not matter
 ATTENTION = (UNIFIED_ATTENTION, DUAL_CHUNK_ATTENTION, LATENT_ATTENTION)

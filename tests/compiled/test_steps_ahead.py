@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +17,19 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, Unsuppor
 
 pytest.importorskip("triton")
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention import base
 from paged_attn.backends.attention.base import AttentionBackend, StoringBackend
 from paged_attn.backends.attention.hybrid import hybrid_of
 from paged_attn.backends.attention.latent.expanded import FreshPrompts
 from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.triton.backend import TritonBackend
+from paged_attn.backends.attention.triton.tiling import Tiling, tiling
 from paged_attn.backends.compiling import compile_ahead
 from paged_attn.check.runs.steps import lengths_of_steps
 from paged_attn.compiled import rewritten_graph, steps_ahead
-from paged_attn.compiled.steps_ahead import STEPS, RunsWith, compile_steps_ahead
+from paged_attn.compiled.steps_ahead import DECODED, STEPS, RunsWith, compile_steps_ahead
+from tests.backends.gpus import GPUS
 from tests.backends.without_gpu import printed_by
 from tests.compiled.traced import steps_of, traced
 from tests.engine.model.dual_chunk_code import made
@@ -154,6 +158,22 @@ def test_an_operation_without_a_form_for_fakes_costs_time_and_no_start(
 def test_scans_are_compiled_whoever_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, beside = (asked(build("qwen3_next"), monkeypatch, backend) for backend in (ReferenceBackend, TritonBackend))
     assert alone["conv_step"] == beside["conv_step"] > 0 and not alone["attend"] and beside["attend"]
+
+
+@pytest.mark.parametrize(("dim", "window"), [(64, None), (64, 128), (128, None), (128, 512), (256, None), (256, 512)])
+@pytest.mark.parametrize("gpu", ["h100", "l4"])
+def test_every_tiling_of_a_decode_step_is_compiled(gpu: str, dim: int, window: int | None) -> None:
+    """For any number of heads, a short context or a long one, and a full batch."""
+    for heads in (1, 2, 4, 8, 16, 20, 32, 40, 64):
+        spec = AttentionSpec(2 * heads, heads, dim, dim, scale=0.1, sliding_window=window)
+
+        def of(step: Sequence[tuple[int, int]], spec: AttentionSpec = spec) -> Tiling:
+            lengths = [cached + new for cached, new in step]
+            return tiling("one", spec, torch.bfloat16, 1, max(lengths), sum(lengths), GPUS[gpu].machine, len(lengths))
+
+        ahead = {of(step) for step in DECODED}
+        for requests, length in itertools.product((1, 2, 4, 8, 16, 32, 64), (10, 100, 300, 600, 1000, 2000, 4000, 16_000)):
+            assert of([(length, 1)] * requests) in ahead, (heads, requests, length)
 
 
 def test_a_refusal_is_left_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
