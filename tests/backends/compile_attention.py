@@ -34,6 +34,7 @@ EVERY = {"sliding_window": 512, "chunk": 4096, "softcap": 30.0, "has_sinks": Tru
 VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "decode": ("one", LONG, {}),
     "decode_short": ("one", SHORT, {}),
+    "decode_short_256": ("one", SHORT, DIM_256 | {"num_q_heads": 64, "num_kv_heads": 1}),
     "decode_features": ("one", LONG, {"sliding_window": 512, "softcap": 30.0, "has_sinks": True}),
     "decode_mha_256": ("one", LONG, {"num_kv_heads": 32, "qk_head_dim": 256, "v_head_dim": 256}),
     "decode_inter": ("one", LONG, {"chunk": 4096, "chunk_part": "inter", "gives_lse": True}),
@@ -99,7 +100,8 @@ def compiled(rows: str, context: int, changes: dict[str, Any]) -> dict[str, Any]
     return {**chosen, **resources_of(result), "cubin": len(result.asm["cubin"])}
 
 
-LARGEST = ("decode_mha_256", "together_256", "deterministic", "extend", "extend_512", "extend_512_float32")  # of shared memory, off Hopper
+# Of shared memory, off Hopper.
+LARGEST = ("decode_mha_256", "decode_short_256", "together_256", "deterministic", "extend", "extend_512", "extend_512_float32")
 
 
 if __name__ == "__main__":

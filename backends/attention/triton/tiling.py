@@ -114,15 +114,19 @@ def _tiling(
 
 def _fitting(tiles: Tiling, spec: AttentionSpec, itemsize: int, shared_bytes: int) -> Tiling:
     """Reduces buffers, then keys, then queries, until shared memory has room for what `attend_kernel` keeps there: queries, all blocks of
-    keys and values but one, and the weights, which stay in registers if there are 128 rows of them."""
+    keys and values but one, and the weights, which stay in registers if there are 128 rows of them. Without a pipeline it keeps a block of
+    keys or of values, and of both if the first one is read early."""
     if isinstance(spec, LatentSpec):
-        query = block = power_of_2(max(spec.rank, 16)) + (power_of_2(spec.rotated) if spec.rotated else 0)
+        query = block = alone = power_of_2(max(spec.rank, 16)) + (power_of_2(spec.rotated) if spec.rotated else 0)
     else:
         query, values = (power_of_2(max(dim, 16)) for dim in (spec.qk_head_dim, spec.v_head_dim))
         block = query + values
+        alone = block if tiles.first_block_early else max(query, values)
+    kept = alone if tiles.stages == 1 else (tiles.stages - 1) * block
     weights = tiles.block_m * tiles.block_n if tiles.block_m < 128 else 0
-    needed = itemsize * (tiles.block_m * query + (tiles.stages - 1) * tiles.block_n * block + weights)
-    if not shared_bytes or needed <= shared_bytes or (tiles.block_m, tiles.block_n, tiles.stages) == (16, 16, 2):
+    needed = itemsize * (tiles.block_m * query + tiles.block_n * kept + weights)
+    least = (tiles.block_m, tiles.block_n) == (16, 16) and tiles.stages <= 2
+    if not shared_bytes or needed <= shared_bytes or least:
         return tiles
     if tiles.stages > 2:
         smaller = replace(tiles, stages=tiles.stages - 1)

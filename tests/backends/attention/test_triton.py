@@ -302,6 +302,16 @@ def test_tilings_fit_the_machine():
     assert not tiling.tiling("one", spec, torch.bfloat16, 1, 4096, 4096, replace(hopper, early=False)).early
 
 
+def test_blocks_without_a_pipeline_fit_the_machine():
+    """What these would take was read from kernels compiled for an L4: 104 KiB of 99 with 64 keys, and 74 with 16 rows."""
+    small = Machine(58, hopper=False, early=False, shared_bytes=99 << 10)
+    for query_heads, block_n in ((64, 32), (16, 64)):
+        spec = replace(spec_of_dims(256, 256), num_q_heads=query_heads, num_kv_heads=1)
+        tiles = tiling.tiling("one", spec, torch.bfloat16, 1, 600, 600, small)
+        assert (tiles.first_block_early, tiles.stages, tiles.block_n) == (True, 1, block_n)
+    assert tiling._fitting(tiles, spec, 2, 1).block_n == 16
+
+
 def test_waves_of_long_prompts():
     """What all programs read at a time fits the L2; short prompts and few new tokens are one wave."""
     hopper = Machine(132, hopper=True, early=True, l2_bytes=50 << 20)
