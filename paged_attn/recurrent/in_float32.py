@@ -5,34 +5,56 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from paged_attn.attn_ops.model_code import model_may_fail
 from paged_attn.recurrent.layer import RecurrentLayer
 
+logger = logging.getLogger("paged_attn")
 _PLAIN = (Tensor, nn.Parameter)
 
 
 def in_float32(layer: RecurrentLayer) -> RecurrentLayer | None:
-    """The layer with a copy of its module, and with arguments, output and states in float32; the copy is not verified yet. None for a layer
-    in float32 already, and for a module whose tensors are not plain ones (quantised, sharded) or whose forward was replaced: a copy of it
-    would not be the same."""
+    """The layer with a copy of its module, and with arguments, output and states in float32; the copy is not verified yet.
+
+    None for a layer in float32 already; for a module whose tensors are not plain ones (quantised, sharded) or whose forward was replaced: a
+    copy would not be the same; for one that holds modules beside its own, such as the whole model, which would be copied, too; and for one
+    that cannot be copied: it holds a lock, or memory is full.
+    """
     if layer.output_dtype.itemsize >= 4:
         return None
     owned = [*layer.module.parameters(), *layer.module.buffers()]
     if any(type(tensor) not in _PLAIN for tensor in owned) or any("forward" in vars(module) for module in layer.module.modules()):
         return None
+    if any(_others(module, set(layer.module.modules())) for module in layer.module.modules()):
+        return None
+    try:
+        with model_may_fail() as failures:
+            module = copy.deepcopy(layer.module).float()
+    except torch.OutOfMemoryError as error:
+        failures = [error]
+    if failures:
+        logger.info("%s has no copy in float32: %s", layer.spec.module, failures[0])
+        return None
     states = tuple(dataclasses.replace(state, dtype=_wide(state.dtype)) for state in layer.spec.states)
     return dataclasses.replace(
         layer,
         spec=dataclasses.replace(layer.spec, states=states),
-        module=copy.deepcopy(layer.module).float(),
+        module=module,
         arguments=tree_map(_widened, layer.arguments),
         output_dtype=torch.float32,
     )
+
+
+def _others(module: nn.Module, own: set[nn.Module]) -> bool:
+    """Whether a module's attributes, or lists and dicts among them, hold modules that are none of `own`."""
+    held = tree_leaves([value for name, value in vars(module).items() if name != "_modules"])
+    return any(isinstance(value, nn.Module) and value not in own for value in held)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
