@@ -11,7 +11,7 @@ from tests.backends.gpus import GPUS
 from tests.backends.without_gpu import printed_by
 
 SHARED_BYTES = GPUS["h100"].shared_bytes
-FEW_KEYS = ("decode_short", "decode_short_256", "decode_features")
+FEW_KEYS = ("decode_short", "decode_short_256", "decode_features")  # a window of 512 leaves as few as a short request has
 MOST_SPILLED = {"one": 112, "all": 400}  # bytes of a thread of the kernel for Hopper: with one feature, with all
 HOPPER_BLOCKS = {
     "extend": 128, "extend_window": 128, "extend_64": 128, "extend_all": 128, "extend_all_64": 128,
