@@ -254,8 +254,9 @@ def loud(w1: Tensor) -> float:
 
     The expert with the largest weights decides: another one's may be a hundred times smaller, and the largest must not overflow.
     """
-    lengths = torch.linalg.vector_norm(w1, dim=-1, dtype=torch.promote_types(w1.dtype, torch.float32)).flatten(1)
-    usual = lengths.pow(2).mean(1).max().sqrt().item()
+    wide = torch.promote_types(w1.dtype, torch.float32)  # expert by expert: on a CPU the norm makes a copy of all that it is given
+    squares = [torch.linalg.vector_norm(expert, dim=-1, dtype=wide).pow(2).mean() for expert in w1]
+    usual = torch.stack(squares).max().sqrt().item()
     return max(1.0, LOUD.get(w1.dtype, max(LOUD.values())) / usual) if usual > 0 else 1.0
 
 

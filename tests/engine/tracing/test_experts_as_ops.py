@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from paged_attn import LLM, SamplingParams
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.engine.tracing.experts_as_ops import experts_as_ops, is_experts, kind_of, proved_experts
+from paged_attn.engine.tracing.experts_as_ops import experts_as_ops, is_experts, kind_of, loud, proved_experts
 from tests.oracle import greedy, random_prompts
 from tests.zoo.build import build
 
@@ -86,6 +86,13 @@ def test_weights_as_training_leaves_them_are_no_other_gate(trained: Any, model_t
                    lambda x, ids, weights: forward(module, x, ids, weights * (ids != 0))):  # fmt: skip
         module.forward = change
         assert proved_experts(module) is None
+
+
+def test_how_loud_rows_must_be_takes_no_copy_of_all_experts() -> None:
+    w1 = torch.ones(64, 16, 32, dtype=torch.bfloat16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        assert loud(w1) > 1
+    assert 0 < max(event.self_cpu_memory_usage for event in seen.events()) <= 4 * w1[0].nbytes
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v2", "inkling2_text"])
