@@ -37,7 +37,7 @@ class Window:
     """A state [channels, width] that a convolution reads.
 
     Attributes:
-        axes, shape: as of `find.Recurrence`; `taps`: which axis is the window, None for a state of a single row.
+        axes, shape: as of `forms.Recurrence`; `taps`: which axis is the window, None for a state of a single row.
         new: the row that is added.
         weights: a factor with the axes of channels and taps; or the index of the one old row that is read.
         count: how many rows the convolution reads, the new one included.
