@@ -13,7 +13,7 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import (
@@ -137,6 +137,9 @@ def _all_tokens(index: fx.Node, form: CallForm) -> Any:
     if len(sizes_of(index)) != 1 or sizes_of(index)[0] != tokens:
         return _OTHER
     while name_of(node) in _SHOWN and isinstance(node.args[0], fx.Node):
+        others = [each for each in node.all_input_nodes if each is not node.args[0]]
+        if node.target is operator.getitem and any(isinstance(value_of(each), Tensor) for each in others):
+            return _OTHER  # in another order
         node = node.args[0]
     if node.op == "placeholder":
         return tokens if form.roles.get(node) == "position_ids" else _OTHER

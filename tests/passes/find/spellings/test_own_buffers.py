@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paged_attn.passes.positions.row_replacement import MadeOfLength
 from tests.passes.graphs import Toy, assert_ragged_equals_alone, called, rewrite_of
 
 ROWS = 64
@@ -161,3 +162,15 @@ def test_other_buffers_are_left_alone(through: Callable[..., tuple[Tensor, Tenso
     toy = Toy(Cached(through))
     found = rewrite_of(toy) if through is other_rows else assert_ragged_equals_alone(toy)
     assert found.gm is not None and called(found.gm.graph, "setitem")
+
+
+def in_another_order(self: Cached, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """At the places of the call's tokens, the last one first."""
+    places = torch.arange(length)
+    self.keys[:1, places[length - 1 - places]] = k
+    return self.keys[:1, :length], v
+
+
+def test_places_in_another_order_are_not_taken_for_those_that_are_read() -> None:
+    with pytest.raises(MadeOfLength, match="is made from the number of tokens and depends on the number of tokens"):
+        rewrite_of(Toy(Cached(in_another_order)))
