@@ -19,7 +19,7 @@ from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.calling.plain_modes import as_served
 from paged_attn.engine.model.rows_of_logits import gives_last_alone, rows_of_logits
 from paged_attn.passes.fx.model_facts import max_positions, model_device, model_dtype
-from paged_attn.tolerances import MULTIPLE, logits_limit, row_errors, typical, worst
+from paged_attn.tolerances import MULTIPLE, logits_limit, rounding, row_errors, typical, worst
 
 SEEDS, MORE, MOST_MORE = 3, 24, 256  # seeds tried; tokens added after the first compared row, and at most
 SINGLES, FEW = 5, 4  # calls of one token, and of lengths that a trace leaves out
@@ -154,8 +154,9 @@ def _refuse_one_token(model: nn.Module, num_ids: int) -> None:
 
 
 def _same_by_block(model: nn.Module, num_ids: int) -> bool:
-    """Whether each block computes the same of a token alone as before another token, within what rounding does to it."""
-    limit = logits_limit(model_dtype(model))
+    """Whether each block computes the same of a token alone as before another token, within what rounding does in a block: in 16 bits an
+    eighth of what it may do to logits."""
+    dtype = model_dtype(model)
     errors, noises = list[Tensor](), list[Tensor]()
     for seed in range(SINGLES):
         ids = _random_ids(model, 3, num_ids, seed)
@@ -165,7 +166,9 @@ def _same_by_block(model: nn.Module, num_ids: int) -> bool:
         errors.append(torch.stack(one)[:, 0])
         noises.append(torch.stack(two)[:, 0])
     error, noise = (torch.stack(each).median(0).values for each in (errors, noises))  # a router's near-tie may move one token
-    return bool((error <= (MULTIPLE * noise).clamp_min(limit)).all())
+    limits = torch.full_like(error, MULTIPLE * rounding(dtype if dtype.itemsize > 2 else torch.bfloat16))
+    limits[-1] = logits_limit(dtype)
+    return bool((error <= torch.maximum(MULTIPLE * noise, limits)).all())
 
 
 def _allowed(model: nn.Module, one: Tensor, other: Tensor | None, first: int, end: int) -> float:

@@ -217,6 +217,34 @@ def test_rounding_that_grows_from_block_to_block_is_no_branch() -> None:
             refuse_branches(Chaotic(apart, places).eval(), 2, 64)
 
 
+class Residual(nn.Module):
+    """24 blocks that add to what they are given; a token alone gets more of each."""
+
+    class Block(nn.Sequential):
+        def forward(self, x: Tensor, share: float) -> Tensor:
+            return x + super().forward(x) * share
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.share, self.embed, self.norm, self.head = share, nn.Embedding(96, 32), nn.LayerNorm(32), nn.Linear(32, 96)
+        made = ([nn.LayerNorm(32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)] for _ in range(24))
+        self.blocks = nn.ModuleList(self.Block(*parts) for parts in made)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = 3 * self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x, self.share if x.shape[1] == 1 else 1.0)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_small_parts_of_a_branch_in_each_block_are_no_rounding(dtype: torch.dtype) -> None:
+    refuse_branches(Residual(1.0).to(dtype).eval(), 2, 64)
+    with pytest.raises(UnsupportedError, match=r"Residual computes something else in a call of one token"):
+        refuse_branches(Residual(1.25).to(dtype).eval(), 2, 64)
+
+
 @pytest.mark.parametrize(("only", "multiples"), [(100, False), (3, True)])
 def test_another_answer_in_calls_of_some_lengths_is_refused(only: int, multiples: bool) -> None:
     with pytest.raises(UnsupportedError, match=r"OfSomeLengths computes something else in calls of some lengths: .* call of (100|2) are"):
