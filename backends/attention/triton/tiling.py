@@ -189,10 +189,12 @@ def _decode(dim: int, spec: AttentionSpec, dtype: torch.dtype, total_keys: int, 
     if dtype.itemsize > 2:
         return Tiling(block_m, 16, 4, 2, 2, 2)
     merge_parts = 8 if block_m == 16 and dim <= 128 else 2
-    seen = total_keys if spec.sliding_window is None else min(total_keys, decodes * spec.sliding_window)
+    items, seen = decodes * spec.num_kv_heads, total_keys
+    if spec.sliding_window is not None and items <= 2 * machine.multiprocessors:  # measured with 256 of an H200's 132; more were not
+        seen = min(total_keys, decodes * spec.sliding_window)
     if seen > few_keys(spec, dtype, machine):
         return Tiling(block_m, _decode_block_n(spec), 4, 3, 2, merge_parts, item_cost=3)
-    if decodes * spec.num_kv_heads > FEW_ITEMS:
+    if items > FEW_ITEMS:
         return Tiling(block_m, _decode_block_n(spec), 4, 3, 1, merge_parts, early=machine.early)
     first_early = decodes == 1 and (dim <= 64 or seen <= one_block_keys(spec, machine))
     keys = 64 if dim > 128 or (dim > 64 and first_early) else 128
