@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paged_attn.attn_ops.model_code import model_may_fail
@@ -49,6 +50,25 @@ def in_float32(layer: RecurrentLayer) -> RecurrentLayer | None:
         arguments=tree_map(_widened, layer.arguments),
         output_dtype=torch.float32,
     )
+
+
+class _Narrowed(TorchDispatchMode):
+    """Whether something was rounded to 16 bits inside."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.is_floating_point() and result.dtype.itemsize < 4:
+            self.found = True
+        return result
+
+
+def rounds_to_16_bits(twin: RecurrentLayer) -> bool:
+    """Whether its forward names a 16-bit dtype, so that it rounds in float32, too."""
+    with torch.no_grad(), _Narrowed() as seen:  # type: ignore[no-untyped-call]
+        twin.run(twin.given, None)
+    return bool(seen.found)
 
 
 def _others(module: nn.Module, own: set[nn.Module]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paged_attn.recurrent.as_ops.by_ops import with_ops
 from paged_attn.recurrent.in_float32 import in_float32
@@ -44,3 +44,16 @@ def test_full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(copy, "deepcopy", full)
     assert in_float32(layers[0]) is None
+
+
+class Rounding(Retention):
+    """Written for bfloat16."""
+
+    def heads(self, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (each.to(torch.bfloat16).to(row.dtype) for each in super().heads(row))
+        return q, k, v
+
+
+def test_a_forward_that_rounds_in_float32_too() -> None:
+    (layer,) = with_ops(layers_of(Model(Rounding).bfloat16()))
+    assert layer.ops == ("linear_attention",), layer.why_no_ops
