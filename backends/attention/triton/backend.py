@@ -86,7 +86,11 @@ class TritonBackend(AttentionBackend):
         self, plan: Any, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
         *, save_kv_cache: bool, sinks: Tensor | None = None, bias: Tensor | None = None, lse_out: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Like the base class, except that a decode step stores its K and V in the attention kernel unless they are latents."""
+        """Like the base class, except that a decode step stores its K and V in the attention kernel unless they are latents.
+
+        Such a kernel may read the keys and values of earlier tokens before the kernel launched last has ended (PDL). So what writes them
+        otherwise, such as a copy of a page, must not be launched last: an engine's steps compute the queries in between.
+        """
         fused = plan.batch.mode is ForwardMode.DECODE and not self.deterministic and not isinstance(spec, LatentSpec)
         if save_kv_cache and fused:
             call = AttentionCall(layer_id, spec, query, key, value, output, sinks, lse_out, bias)
