@@ -29,10 +29,10 @@ def in_float32(layer: RecurrentLayer) -> RecurrentLayer | None:
     """
     if layer.output_dtype.itemsize >= 4:
         return None
-    owned = [*layer.module.parameters(), *layer.module.buffers()]
-    if any(type(tensor) not in _PLAIN for tensor in owned) or any("forward" in vars(module) for module in layer.module.modules()):
+    tensors, modules = [*layer.module.parameters(), *layer.module.buffers()], set(layer.module.modules())
+    if any(type(tensor) not in _PLAIN for tensor in tensors):
         return None
-    if any(_others(module, set(layer.module.modules())) for module in layer.module.modules()):
+    if any("forward" in vars(module) or _others(module, modules) for module in modules):
         return None
     try:
         with model_may_fail() as failures:
@@ -47,7 +47,7 @@ def in_float32(layer: RecurrentLayer) -> RecurrentLayer | None:
         layer,
         spec=dataclasses.replace(layer.spec, states=states),
         module=module,
-        arguments=tree_map(_widened, layer.arguments),
+        arguments=tree_map(widened, layer.arguments),
         output_dtype=torch.float32,
     )
 
@@ -81,5 +81,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
-def _widened(value: Any) -> Any:
+def widened(value: Any) -> Any:
+    """A tensor of 16-bit numbers in float32; anything else as it is."""
     return value.to(_wide(value.dtype)) if isinstance(value, Tensor) else value

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.model_code import model_may_fail
-from paged_attn.recurrent.in_float32 import in_float32
+from paged_attn.recurrent.in_float32 import in_float32, widened
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.watching.call_parts import Undefined
 from paged_attn.tolerances import MULTIPLE, rounding, row_errors, worst
@@ -99,7 +99,7 @@ def error_in_float32(layer: RecurrentLayer, inputs: Sequence[Tensor]) -> float |
     twin = in_float32(layer)
     if twin is None:
         return None
-    wide = [value.float() if value.is_floating_point() else value for value in inputs]
+    wide = [widened(value) for value in inputs]
     with model_may_fail() as failures:
         return difference(twin.run(wide, None), stepwise(twin, wide)[0])
     logger.info("%s does not run in float32: %s", layer.spec.module, failures[0])

@@ -11,6 +11,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from paged_attn import LLM, Completion, SamplingParams
+
 VOCAB, WIDTH, HEADS, KEYS, VALUES = 40, 24, 3, 4, 6
 
 
@@ -251,3 +253,15 @@ def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
         for _ in range(count):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+def served_like_itself(model: nn.Module) -> list[Completion]:
+    """Asserts that an engine gives the model's own tokens for several prompts, and once more: those answers."""
+    prompts = [[(7 * i + n) % VOCAB for i in range(n)] for n in (1, 2, 9, 80)]
+    expected = [greedy(model, prompt, 5) for prompt in prompts]
+    with LLM(model, max_batch_tokens=32, page_size=4, num_pages=64) as llm:
+        assert llm.engine.runner.recurrent[0].program is not None
+        for _ in range(2):
+            answers = llm.generate(prompts, SamplingParams(max_tokens=5, temperature=0))
+            assert [list(each.token_ids) for each in answers] == expected
+    return answers

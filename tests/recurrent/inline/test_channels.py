@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paged_attn import LLM, SamplingParams
+from paged_attn import SamplingParams
 from paged_attn.recurrent.as_ops.by_ops import with_ops
 from paged_attn.recurrent.inline.starts import LOWEST, starts_of
 from paged_attn.recurrent.program import NoOpFits
@@ -20,7 +20,7 @@ from tests.engine.models import assert_idle, make_llm
 from tests.engine.test_recurrent import poison_freed_slots
 from tests.oracle import greedy, random_prompts
 from tests.recurrent.inline import remote
-from tests.recurrent.inline.remote import HEADS, KEYS, VALUES, VOCAB, WIDTH, Mixer, Model, States
+from tests.recurrent.inline.remote import HEADS, KEYS, VALUES, WIDTH, Mixer, Model, States
 from tests.recurrent.test_by_ops import layers_of
 from tests.zoo.build import build
 
@@ -129,15 +129,11 @@ SEVERAL = {Stabilised: ("linear_attention", "linear_attention", "channel_scan"),
 
 @pytest.mark.parametrize("mixer", SEVERAL, ids=lambda mixer: mixer.__name__)
 def test_it_is_proved_and_tokens_are_the_models_own(mixer: type[Mixer]) -> None:
-    model, prompts = Model(mixer), [[(7 * i + n) % VOCAB for i in range(n)] for n in (1, 2, 9, 80)]
+    model = Model(mixer)
     for dtype in (torch.bfloat16, torch.float32):
         (layer,) = with_ops(layers_of(model.to(dtype)))
         assert layer.ops == SEVERAL[mixer], layer.why_no_ops
-    answers = [remote.greedy(model, prompt, 5) for prompt in prompts]
-    with LLM(model, max_batch_tokens=32, page_size=4, num_pages=64) as llm:
-        for _ in range(2):
-            got = llm.generate(prompts, SamplingParams(max_tokens=5, temperature=0))
-            assert [list(each.token_ids) for each in got] == answers
+    remote.served_like_itself(model)
 
 
 class Coupled(Several):

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paged_attn import LLM, SamplingParams
 from paged_attn.recurrent.as_ops.by_ops import with_ops
-from tests.recurrent.inline.remote import HEADS, KEYS, VALUES, VOCAB, WIDTH, Corrected, Mixer, Model, greedy
+from tests.recurrent.inline.remote import HEADS, KEYS, VALUES, WIDTH, Corrected, Mixer, Model, served_like_itself
 from tests.recurrent.test_by_ops import layers_of
 
 
@@ -131,13 +130,7 @@ def test_it_is_proved(mixer: type[Mixer], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("mixer", RULES, ids=lambda mixer: mixer.__name__)
 def test_tokens_are_the_models_own(mixer: type[Mixer]) -> None:
-    model, prompts = Model(mixer), [[(7 * i + n) % VOCAB for i in range(n)] for n in (1, 2, 9, 80)]
-    expected = [greedy(model, prompt, 5) for prompt in prompts]
-    with LLM(model, max_batch_tokens=32, page_size=4, num_pages=64) as llm:
-        assert llm.engine.runner.recurrent[0].program is not None
-        for _ in range(2):
-            answers = llm.generate(prompts, SamplingParams(max_tokens=5, temperature=0))
-            assert [list(each.token_ids) for each in answers] == expected
+    served_like_itself(Model(mixer))
 
 
 class Elsewhere(Delta):

@@ -10,7 +10,7 @@ from paged_attn import LLM, SamplingParams
 from paged_attn.recurrent.as_ops.by_ops import with_ops
 from paged_attn.recurrent.as_ops.state_dtype import with_state_dtype
 from tests.recurrent.inline import remote
-from tests.recurrent.inline.remote import HEADS, KEYS, VALUES, VOCAB, WIDTH, Mixer, Model, Retention, greedy
+from tests.recurrent.inline.remote import HEADS, KEYS, VALUES, WIDTH, Mixer, Model, Retention, greedy
 from tests.recurrent.test_by_ops import layers_of
 
 MATRIX = ("linear_attention", (HEADS, KEYS, VALUES))
@@ -34,14 +34,7 @@ def test_it_is_proved(mixer: type[Mixer], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("mixer", FOUND, ids=lambda mixer: mixer.__name__)
 def test_tokens_are_the_models_own(mixer: type[Mixer]) -> None:
-    model, prompts = Model(mixer), [[(7 * i + n) % VOCAB for i in range(n)] for n in (1, 2, 9, 80)]
-    expected = [greedy(model, prompt, 5) for prompt in prompts]
-    with LLM(model, max_batch_tokens=32, page_size=4, num_pages=64) as llm:
-        assert llm.engine.runner.recurrent[0].program is not None
-        for _ in range(2):
-            answers = llm.generate(prompts, SamplingParams(max_tokens=5, temperature=0))
-            assert [list(each.token_ids) for each in answers] == expected
-        assert any(each.cached_tokens for each in answers)
+    assert any(each.cached_tokens for each in remote.served_like_itself(Model(mixer)))
 
 
 def test_its_state_may_have_fewer_bits() -> None:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paged_attn import LLM, SamplingParams
+from paged_attn import SamplingParams
 from paged_attn.recurrent.as_ops.by_ops import with_ops
 from tests.engine.models import assert_idle, make_llm
 from tests.engine.test_recurrent import poison_freed_slots
 from tests.oracle import greedy, random_prompts
 from tests.recurrent.inline import remote
-from tests.recurrent.inline.remote import HEADS, KEYS, VALUES, VOCAB, WIDTH, Mixer, Model, Retention
+from tests.recurrent.inline.remote import HEADS, KEYS, VALUES, WIDTH, Mixer, Model, Retention
 from tests.recurrent.test_by_ops import layers_of
 from tests.zoo.build import build
 
@@ -113,13 +113,7 @@ def test_each_head_is_a_state(mixer: type[Mixer]) -> None:
 
 @pytest.mark.parametrize("mixer", LOOPS, ids=lambda mixer: mixer.__name__)
 def test_tokens_are_the_models_own(mixer: type[Mixer]) -> None:
-    model, prompts = Model(mixer), [[(7 * i + n) % VOCAB for i in range(n)] for n in (1, 2, 9, 80)]
-    expected = [remote.greedy(model, prompt, 5) for prompt in prompts]
-    with LLM(model, max_batch_tokens=32, page_size=4, num_pages=64) as llm:
-        assert llm.engine.runner.recurrent[0].program is not None
-        for _ in range(2):
-            answers = llm.generate(prompts, SamplingParams(max_tokens=5, temperature=0))
-            assert [list(each.token_ids) for each in answers] == expected
+    remote.served_like_itself(Model(mixer))
 
 
 class Mixed(Stacked):
