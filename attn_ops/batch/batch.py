@@ -49,6 +49,7 @@ class Batch:
     checkpoints: by request index, the recurrent states to keep partway through the step.
     groups: for a pool with groups of layers, each group's slots and tables; the first group's are also the batch's own. A table has 0 where
     a page was freed because no query of the step sees its tokens.
+    knows_tokens: placeholders in input_ids were replaced by tokens on their way to the device (`StepFetch`).
     The last `num_dummies` requests are padding: token 0 at position 0 in slot 0, seq_len 1; `num_tokens` and `num_logits` count them.
     """
 
@@ -75,6 +76,7 @@ class Batch:
     lora_logits_slots: Tensor | None = None
     checkpoints: Mapping[int, Sequence[StateCheckpoint]] = field(default_factory=dict)
     groups: tuple[GroupTable, ...] = ()
+    knows_tokens: bool = False
 
     def of_group(self, index: int) -> Batch:
         """The step with the slots and tables of one layer group."""
@@ -103,7 +105,7 @@ class Batch:
         shape: StepShape | None = None,
         buffers: StepBuffers | None = None,
     ) -> Batch:
-        """Lay the requests out in order. All tensors go to a GPU in one copy, for which the host does not wait.
+        """Lay the requests out in order. All tensors go to a GPU in one copy or launch, for which the host does not wait.
 
         Args:
             device: where the tensors go; ignored with `buffers`, which have their own.
@@ -130,10 +132,11 @@ class Batch:
         host = StepFields.of(packed.host, num_groups, num_requests, width)
         _fill_tables(host.page_tables, columns, seq_lens, page_size)
         _fill_rows(host, columns, seq_lens, page_size)
-        placed = StepFields.of(packed.to_device(), num_groups, num_requests, width)
-        tables, num_dummies = placed.page_tables, num_requests - len(columns)
-        if buffers is not None and shape.requests is not None:
-            tables = [buffers.place_table(each, group) for group, each in enumerate(tables)]
+        if buffers is None:
+            placed = StepFields.of(packed.to_device(), num_groups, num_requests, width)
+        else:
+            placed = buffers.send(packed, shape, num_requests, width)
+        num_dummies = num_requests - len(columns)
         return cls(
             mode=ForwardMode.DECODE if shape.requests is not None else mode_of(columns.num_cached, columns.num_new),
             page_size=page_size,
@@ -142,7 +145,7 @@ class Batch:
             input_ids=placed.input_ids,
             positions=placed.positions,
             slots=placed.slots[0],
-            page_table=tables[0],
+            page_table=placed.page_tables[0],
             seq_lens=placed.seq_lens,
             query_lens=placed.query_lens,
             query_start=placed.query_start,
@@ -155,7 +158,8 @@ class Batch:
             page_table_host=host.page_tables[0],
             num_dummies=num_dummies,
             checkpoints=columns.checkpoints or {},
-            groups=tuple(map(GroupTable, placed.slots, tables, host.page_tables)) if num_groups > 1 else (),
+            knows_tokens=buffers is not None and buffers.fetch is not None,
+            groups=tuple(map(GroupTable, placed.slots, placed.page_tables, host.page_tables)) if num_groups > 1 else (),
         )
 
     def model_inputs(self) -> dict[str, Any]:

@@ -35,22 +35,23 @@ class IntBuffer:
             self.ints = torch.zeros(size, dtype=torch.int64, device=device)
         self._views: dict[_Layout, tuple[Tensor, list[Tensor]]] = {}
 
-    def copy_from(self, host: Tensor, layout: _Layout) -> list[Tensor]:
-        """Copy `host` [layout.size] int64 to the start, without waiting; returns every field as a tensor."""
+    def views(self, layout: _Layout) -> tuple[Tensor, list[Tensor]]:
+        """The start [layout.size], and every field as a tensor."""
         if layout not in self._views:
             if len(self._views) == self.KEPT:
                 self._views.clear()
             with torch.inference_mode(False):
                 self._views[layout] = self.ints[: layout.size], layout.views(self.ints, torch.int32)
-        start, fields = self._views[layout]
-        start.copy_(host, non_blocking=True)
-        return fields
+        return self._views[layout]
 
 
 class PackedInts:
     """Zeroed int64 fields and int32 fields, pinned if the device is a GPU, so that copying does not wait.
 
-    Fill `host`, numpy arrays [size] in the order of the sizes, int64 first; then call `to_device` once.
+    Fill `host`, numpy arrays [size] in the order of the sizes, int64 first; then call `to_device` once, or bring `memory` there otherwise.
+
+    Attributes:
+        memory: all fields [words] int64, on the host.
 
     Args:
         int64, int32: size of each field; every field starts at a multiple of ALIGNMENT bytes.
@@ -64,16 +65,28 @@ class PackedInts:
     ) -> None:
         self._device, self._into = torch.device(device) if into is None else into.ints.device, into
         self._layout = _layout(tuple(int64), tuple(int32), room)
-        self._buffer = torch.empty(self._layout.size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        memory = self._buffer.numpy()
+        self.memory = torch.empty(self._layout.size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        memory = self.memory.numpy()
         memory.fill(0)  # torch.zeros wakes threads for a large one, which then spin for milliseconds beside ours
         self.host: list[NDArray[Any]] = self._layout.views(memory, np.int32)
 
     def to_device(self) -> list[Tensor]:
         """Every field as a tensor [size]: views of one buffer, copied without waiting."""
         if self._into is not None:
-            return self._into.copy_from(self._buffer, self._layout)
-        return self._layout.views(self._buffer.to(self._device, non_blocking=True), torch.int32)
+            start, fields = self._into.views(self._layout)
+            start.copy_(self.memory, non_blocking=True)
+            return fields
+        return self._layout.views(self.memory.to(self._device, non_blocking=True), torch.int32)
+
+    def destination(self) -> tuple[Tensor, list[Tensor]]:
+        """Where `memory` and every field of it belong in `into`."""
+        assert self._into is not None
+        return self._into.views(self._layout)
+
+    def start_of(self, field: int) -> int:
+        """Where an int32 field (by index) begins in `memory`, counted in int32."""
+        start: int = self._layout.narrow[field].start
+        return start
 
 
 def words(int64: Sequence[int], int32: Sequence[int], room: int = 0) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -77,6 +77,33 @@ class StepFields(NamedTuple):
         return wide, (*lengths, *(num_requests * num_pages,) * num_groups)
 
 
+class TableCopy(NamedTuple):
+    """Page tables [groups, R, width] int32 in a step's memory, and the tables [groups, max_requests, max_pages] that get their columns.
+
+    Attributes:
+        start, distance: of the first group's, and from one group's to the next, in int32.
+    """
+
+    start: int
+    distance: int
+    num_requests: int
+    num_pages: int
+    into: Tensor
+
+
+class StepFetch(Protocol):
+    """Brings a step to the device in one launch, in place of copies, with the tokens that only the device knows."""
+
+    def __call__(self, memory: Tensor, into: Tensor, num_ids: int, tables: TableCopy | None) -> None:
+        """Write a step's fields to `into`, and its page tables where they belong, without waiting.
+
+        Args:
+            memory: [words] int64 on the host, pinned if the device is a GPU; nobody writes it again.
+            into: [words] int64 on the device. The first `num_ids` are token ids, whose placeholders (below 0) are replaced.
+            tables: which page tables go elsewhere; they are the end of `memory`.
+        """
+
+
 class StepBuffers:
     """Device memory for steps, at addresses that captured graphs keep. Each step overwrites the one before.
 
@@ -85,6 +112,7 @@ class StepBuffers:
 
     Attributes:
         page_tables: for each group of layers [max_requests, max_pages] int32. Columns past those of a step hold pages of earlier steps.
+        fetch: brings steps to the device, with their tokens; None: they are copied, placeholders and all.
         nbytes: of device memory, all together.
 
     Args:
@@ -98,23 +126,25 @@ class StepBuffers:
     """
 
     def __init__(
-        self, max_rows: int, max_logits: int, max_requests: int, max_pages: int, device: torch.device | str, num_groups: int = 1
-    ) -> None:
+        self, max_rows: int, max_logits: int, max_requests: int, max_pages: int, device: torch.device | str, num_groups: int = 1,
+        fetch: StepFetch | None = None,
+    ) -> None:  # fmt: skip
         sizes = {"max_rows": max_rows, "max_logits": max_logits, "max_requests": max_requests, "max_pages": max_pages}
         for name, lowest in zip(sizes, (MIN_ROWS, MIN_ROWS, 1, 1), strict=True):
             if sizes[name] < lowest:
                 raise ValueError(f"step buffers need {name} of {lowest} at least; got {sizes[name]}")
         self.max_rows, self.max_logits, self.max_requests, self.max_pages = sizes.values()
-        self._room, self.num_groups = max_requests + 1, num_groups
+        self._room, self.num_groups, self.fetch = max_requests + 1, num_groups, fetch
         size = words(*StepFields.sizes(max_rows, max_logits, max_requests, max_pages, num_groups), room=self._room)
         self._ints = IntBuffer(size, device)
         with torch.inference_mode(False):  # see IntBuffer
-            self.page_tables = [torch.zeros(max_requests, max_pages, dtype=torch.int32, device=device) for _ in range(num_groups)]
+            self._tables = torch.zeros(num_groups, max_requests, max_pages, dtype=torch.int32, device=device)
+            self.page_tables = list(self._tables)
         self._corners = [_corners(table) for table in self.page_tables]
 
     @property
     def nbytes(self) -> int:
-        return self._ints.ints.nbytes + sum(table.nbytes for table in self.page_tables)
+        return self._ints.ints.nbytes + self._tables.nbytes
 
     def pack(self, shape: StepShape, num_requests: int, num_pages: int) -> PackedInts:
         """Host memory for a step with a page table [num_requests, num_pages], to be copied to these buffers.
@@ -137,11 +167,24 @@ class StepBuffers:
         sizes = StepFields.sizes(shape.rows, shape.logits, num_requests, num_pages, self.num_groups)
         return PackedInts(*sizes, into=self._ints, room=self._room)
 
-    def place_table(self, table: Tensor, group: int) -> Tensor:
-        """Copy `table` [R, width] on the device into the top left corner of a group's page table, and return that table's first R rows."""
-        rows, corner = self._corners[group](*table.shape)
-        corner.copy_(table)
-        return rows
+    def send(self, packed: PackedInts, shape: StepShape, num_requests: int, num_pages: int) -> StepFields:
+        """Bring what `pack` gave, now filled, to the device without waiting; returns its fields there. With `shape.requests` its page
+        tables are the first rows of `page_tables`, and their first columns are written."""
+        sizes, decodes = (self.num_groups, num_requests, num_pages), shape.requests is not None
+        corners = [corner(num_requests, num_pages) for corner in self._corners] if decodes else []
+        if self.fetch is None:
+            placed = StepFields.of(packed.to_device(), *sizes)
+            for (_, corner), table in zip(corners, placed.page_tables, strict=False):
+                corner.copy_(table)
+        else:
+            into, fields = packed.destination()
+            placed, tables = StepFields.of(fields, *sizes), None
+            if decodes:
+                start = packed.start_of(-self.num_groups)
+                distance = packed.start_of(-1) - start
+                tables = TableCopy(start, distance // max(self.num_groups - 1, 1), num_requests, num_pages, self._tables)
+            self.fetch(packed.memory, into, shape.rows, tables)
+        return placed._replace(page_tables=[rows for rows, _ in corners]) if decodes else placed
 
 
 def _corners(table: Tensor) -> Callable[[int, int], tuple[Tensor, Tensor]]:

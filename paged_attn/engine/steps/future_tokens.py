@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.batch.step_buffers import StepFetch
+from paged_attn.backends.devices import device_word, has_triton
 from paged_attn.engine.runners.runner import Runner
 
 GreedyInGraph = Callable[[Tensor], Tensor]  # a token for each row of logits [N, vocabulary], -1 for none
@@ -30,6 +32,14 @@ class FutureTokens:
         with torch.inference_mode(False):  # as StepBuffers
             self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
 
+    def fetch(self) -> StepFetch | None:
+        """What brings steps to the device with their placeholders replaced; None on devices without our kernels."""
+        if device_word(self.tokens.device) != "cuda" or not has_triton():
+            return None
+        from paged_attn.backends.step_inputs.fetch import FetchKernel
+
+        return FetchKernel(self.tokens)
+
     def resolve(self, input_ids: Tensor) -> None:
         """Replace placeholders in input_ids [T] by their tokens; idempotent."""
         rows = (~input_ids).clamp_(min=0)
@@ -44,7 +54,8 @@ class FutureTokens:
 def forward(runner: Runner, batch: Batch, sample: GreedyInGraph | None, future_tokens: FutureTokens) -> Output:
     """Run a step inside its forward context: reads tokens that the host does not know from `future_tokens`, and stores there what `sample`
     chooses."""
-    future_tokens.resolve(batch.input_ids)
+    if not batch.knows_tokens:
+        future_tokens.resolve(batch.input_ids)
     logits = runner.forward(batch.input_ids, batch.positions, batch.logits_rows)
     if sample is None:
         return logits, None

@@ -103,7 +103,8 @@ class StepRunner:
         if recorder is not None:
             self.graphs = GraphSet(recorder, settings.budget_bytes, settings.strict, agree=runner.ranks.all_say if runner.ranks else bool)
             most = max(settings.max_requests, MIN_ROWS)
-            self.buffers = StepBuffers(max(settings.max_rows, most), most, most, max_pages, runner.device, num_groups)
+            fetch = self.future_tokens.fetch()
+            self.buffers = StepBuffers(max(settings.max_rows, most), most, most, max_pages, runner.device, num_groups, fetch)
             read = [buffer for layer in runner.recurrent if not layer.ops for buffer in layer.module.buffers()]
             self._pointer_check = PointerCheck(runner.model, [*runner.owned.values(), *read])
 

@@ -19,6 +19,7 @@ from paged_attn.engine import build_runtime
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.steps.capture_specs import CaptureSpecs
+from paged_attn.engine.steps.future_tokens import FutureTokens
 from tests.capture.fixed_backend import SHORT, FixedBackend
 from tests.capture.tape import TapeRecorder
 from tests.engine.models import assert_idle, one_capture, oracle, random_prompts, run_all, tiny
@@ -83,6 +84,21 @@ def test_tokens_are_the_models_own_with_full_graphs_and_pieces(name: str, compil
         assert tokens_of(engine) == [oracle(prompt, model=model) for prompt in PROMPTS]
     assert set(modes) == {"full", "piecewise"}
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_tokens_are_the_models_own_if_a_kernel_brings_the_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched before the tokens they begin with are known, which are in place before a graph begins."""
+    pytest.importorskip("triton")
+    from paged_attn.backends.step_inputs.fetch import FetchKernel
+
+    monkeypatch.setattr(FutureTokens, "fetch", lambda future: FetchKernel(future.tokens))
+    monkeypatch.setattr(FutureTokens, "resolve", None)  # not called, also where steps are recorded
+    model = build(name, tie_word_embeddings=False)
+    engine = captured_engine(model, overlap=True)
+    modes = modes_of(engine)
+    assert tokens_of(engine) == [oracle(prompt, model=model) for prompt in PROMPTS]
+    assert set(modes) == {"full", "piecewise"}
 
 
 def test_garbage_in_padding_pages_and_buffers_reaches_nobody() -> None:
