@@ -22,12 +22,12 @@ def serves(logits: Tensor) -> bool:
     return logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and logits.stride(-1) == 1 and logits.numel() > 0
 
 
-def greedy_sample(logits: Tensor) -> Tensor:
-    """logits [N, V] -> [N] int64: the first of the largest (NaN counts as largest); -1 if that is not finite."""
+def greedy_sample(logits: Tensor, out: Tensor | None = None) -> Tensor:
+    """logits [N, V] -> [N] int64, in `out` if given: the first of the largest (NaN counts as largest); -1 if that is not finite."""
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, PART)
     keys = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
     early, device = machine_of(logits.device).early, device_index(logits.device)
     options = {"num_warps": 4, "launch_pdl": early}
     stride = logits.stride(0)

@@ -27,6 +27,10 @@ def test_as_argmax(dtype: torch.dtype, vocabulary: int) -> None:
     logits = torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(vocabulary)).to(DEVICE, dtype)
     assert torch.equal(by_kernels(logits), plainly(logits))
     assert torch.equal(greedy_sample(logits), plainly(logits))
+    for sample in (by_kernels, greedy_sample):
+        memory = torch.full((11,), 7, device=DEVICE)
+        assert sample(logits, memory[:9]).data_ptr() == memory.data_ptr()
+        assert memory.tolist() == [*plainly(logits).tolist(), 7, 7]
 
 
 @pytest.mark.parametrize(

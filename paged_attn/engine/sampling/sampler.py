@@ -121,15 +121,17 @@ class Sampler:
         return scores
 
 
-def greedy_sample(logits: Tensor) -> Tensor:
-    """logits [N, V] -> [N] int64: the most likely token of each row, BAD_LOGITS if its logit is not finite. Does not wait."""
+def greedy_sample(logits: Tensor, out: Tensor | None = None) -> Tensor:
+    """logits [N, V] -> [N] int64, in `out` if given: the most likely token of each row, BAD_LOGITS if its logit is not finite. Does not
+    wait."""
     if logits.is_cuda and has_triton():
         from paged_attn.backends.sampling import greedy
 
         if greedy.serves(logits):
-            return greedy.greedy_sample(logits)
+            return greedy.greedy_sample(logits, out)
     best = logits.argmax(-1, keepdim=True)  # NaN counts as the largest, so the largest value exposes every bad row
-    return torch.where(logits.gather(-1, best).isfinite(), best, -1).squeeze(-1)
+    tokens = torch.where(logits.gather(-1, best).isfinite(), best, -1).squeeze(-1)
+    return tokens if out is None else out.copy_(tokens)
 
 
 def add_biases(scores: Tensor, biases: Sequence[Sequence[tuple[int, float]]]) -> None:

@@ -15,7 +15,9 @@ from paged_attn.attn_ops.batch.step_buffers import StepFetch
 from paged_attn.backends.devices import device_word, has_triton
 from paged_attn.engine.runners.runner import Runner
 
-GreedyInGraph = Callable[[Tensor], Tensor]  # a token for each row of logits [N, vocabulary], -1 for none
+GreedyInGraph = Callable[
+    [Tensor, Tensor | None], Tensor
+]  # a token for each row of logits [N, vocabulary], -1 for none; where to write them
 Output = tuple[Tensor, Tensor | None]  # logits [N, vocabulary], and the tokens [N] of `GreedyInGraph`
 Rows = TypeVar("Rows", int, NDArray[np.int64])
 
@@ -26,7 +28,10 @@ def future_token(row: Rows) -> Rows:
 
 
 class FutureTokens:
-    """tokens [rows] int64 at a fixed address, so that captured graphs can read and write them."""
+    """tokens [rows] int64 at a fixed address, so that captured graphs can read and write them; below 0 if a row has none.
+
+    A row without a token is read as token 0: its request ends once the host knows.
+    """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         with torch.inference_mode(False):  # as StepBuffers
@@ -43,12 +48,16 @@ class FutureTokens:
     def resolve(self, input_ids: Tensor) -> None:
         """Replace placeholders in input_ids [T] by their tokens; idempotent."""
         rows = (~input_ids).clamp_(min=0)
-        torch.where(input_ids < 0, self.tokens.index_select(0, rows), input_ids, out=input_ids)
+        torch.where(input_ids < 0, self.tokens.index_select(0, rows).clamp_(min=0), input_ids, out=input_ids)
+
+    def first(self, rows: int) -> Tensor | None:
+        """Memory for a step's tokens [rows]; None if so many do not fit."""
+        return self.tokens[:rows] if rows <= len(self.tokens) else None
 
     def store(self, tokens: Tensor) -> None:
-        """Store a step's tokens [N], as many as fit. A row without a token (-1) is stored as 0: its request ends once the host knows."""
+        """Store a step's tokens [N], as many as fit."""
         into = self.tokens[: len(tokens)]
-        torch.clamp(tokens[: len(into)], min=0, out=into)
+        into.copy_(tokens[: len(into)])
 
 
 def forward(runner: Runner, batch: Batch, sample: GreedyInGraph | None, future_tokens: FutureTokens) -> Output:
@@ -59,6 +68,8 @@ def forward(runner: Runner, batch: Batch, sample: GreedyInGraph | None, future_t
     logits = runner.forward(batch.input_ids, batch.positions, batch.logits_rows)
     if sample is None:
         return logits, None
-    tokens = sample(logits)
-    future_tokens.store(tokens)
+    into = future_tokens.first(len(logits))
+    tokens = sample(logits, into)
+    if into is None:
+        future_tokens.store(tokens)
     return logits, tokens

@@ -105,7 +105,7 @@ def test_a_large_step_is_copied_first(requests: int | None, monkeypatch: pytest.
 @pytest.mark.parametrize("num_requests", [1, 3])
 def test_a_row_without_a_token_gives_token_0(num_requests: int) -> None:
     """Its request ends once the host knows."""
-    _, brought = both(1, [-1, 6, -2])
-    lengths, shape = [(9, 1)] * num_requests, StepShape(3, 3, 3)
-    batch = Batch.build(columns_of(lengths, 1, [0, 1, 2]), PAGE_SIZE, shape=shape, buffers=brought)
-    assert batch.input_ids.tolist() == ([0, 6, 0] if num_requests == 3 else [0, 0, 0])
+    lengths, shape, tokens = [(9, 1)] * num_requests, StepShape(3, 3, 3), [-1, 6, -2]
+    steps = [Batch.build(columns_of(lengths, 1, [0, 1, 2]), PAGE_SIZE, shape=shape, buffers=buffers) for buffers in both(1, tokens)]
+    same(steps[0], steps[1], tokens)
+    assert steps[1].input_ids.tolist() == ([0, 6, 0] if num_requests == 3 else [0, 0, 0])

@@ -352,7 +352,7 @@ def test_the_most_likely_tokens_are_chosen_in_the_graphs() -> None:
     assert step.captured is not None and step.captured.key.mode == "full"
     logits, best = steps.run(step)
     assert best is not None and best.shape == (2,) and torch.equal(best, logits.argmax(-1))
-    assert best.data_ptr() == step.captured.segments.output[1].data_ptr()
+    assert best.data_ptr() == steps.future_tokens.tokens.data_ptr(), "where the next step reads them"
     without = captured_engine(graph_sampling=False)
     assert without.step_runner.run(without.step_runner.prepare([BatchRequest([5], [1], 2)])).greedy_tokens is None
     assert tokens_of(without) == [oracle(prompt) for prompt in PROMPTS]
