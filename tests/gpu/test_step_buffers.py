@@ -13,7 +13,7 @@ from paged_attn.engine.steps.future_tokens import FutureTokens, future_token
 from tests.gpu.test_no_sync import requests_of, waiting_is_an_error
 
 PAGE_SIZE = 16
-HELD = 8  # steps for which memory is kept (`backends/step_inputs/fetch.py`)
+HELD = 8  # steps for which memory is kept (`backends/host_memory/fetch.py`)
 STEPS = {
     "decode": (StepShape(8, 8, 8), (((70, 1), (15, 1)), ((100, 1), (31, 1), (16, 1), (1, 1)), ())),
     "mixed": (StepShape(32, 8), (((17, 1), (0, 9)), ((6, 5), (70, 1), (0, 9)), ((0, 1),))),

@@ -99,20 +99,39 @@ class ChosenTokens(NamedTuple):
 
 
 class HostCopies:
-    """Copies of tensors of one device on the host, which start at once; on the CPU, too, as a captured step's memory is the next one's."""
+    """Copies of tensors of one device on the host, which start at once; on the CPU, too, as a captured step's memory is the next one's.
+
+    On a GPU, a kernel writes small ones (`backends/host_memory/deliver.py`).
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda) for tensor in tensors]
-        self._copies = [host.copy_(tensor, non_blocking=True) for host, tensor in zip(hosts, tensors, strict=True)]
+        self._copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda) for tensor in tensors]
         self._event = None
-        if tensors[0].is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(tensors[0].device))
+        if not tensors[0].is_cuda:
+            _copy(tensors, self._copies)
+            return
+        self._event, hold = torch.cuda.Event(), None
+        if has_triton():
+            from paged_attn.backends.host_memory import deliver
+
+            if deliver.serves(tensors):
+                deliver.deliver(tensors, self._copies)
+                hold = deliver.hold
+        if hold is None:
+            _copy(tensors, self._copies)
+        self._event.record(torch.cuda.current_stream(tensors[0].device))
+        if hold is not None:
+            hold(self._copies, self._event)
 
     def wait(self) -> list[Tensor]:
         if self._event is not None:
             self._event.synchronize()
         return self._copies
+
+
+def _copy(tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
+    for host, tensor in zip(hosts, tensors, strict=True):
+        host.copy_(tensor, non_blocking=True)
 
 
 BAD_LOGITS, NONE_LEFT = -1, -2  # in place of a token: the model's logits were not finite; what the request asked for leaves no token

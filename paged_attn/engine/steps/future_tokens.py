@@ -41,7 +41,7 @@ class FutureTokens:
         """What brings steps to the device with their placeholders replaced; None on devices without our kernels."""
         if device_word(self.tokens.device) != "cuda" or not has_triton():
             return None
-        from paged_attn.backends.step_inputs.fetch import FetchKernel
+        from paged_attn.backends.host_memory.fetch import FetchKernel
 
         return FetchKernel(self.tokens)
 

@@ -90,7 +90,7 @@ def test_tokens_are_the_models_own_with_full_graphs_and_pieces(name: str, compil
 def test_tokens_are_the_models_own_if_a_kernel_brings_the_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launched before the tokens they begin with are known, which are in place before a graph begins."""
     pytest.importorskip("triton")
-    from paged_attn.backends.step_inputs.fetch import FetchKernel
+    from paged_attn.backends.host_memory.fetch import FetchKernel
 
     monkeypatch.setattr(FutureTokens, "fetch", lambda future: FetchKernel(future.tokens))
     monkeypatch.setattr(FutureTokens, "resolve", None)  # not called, also where steps are recorded

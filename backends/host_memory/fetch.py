@@ -5,16 +5,15 @@ Between a kernel and a copy engine a GPU idles for 6 to 8 us, in each direction 
 
 from __future__ import annotations
 
-from collections import deque
-
 import torch
 import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.step_buffers import TableCopy
 from paged_attn.backends.fast_launch import FastKernel, device_index
+from paged_attn.backends.host_memory.fetch_kernel import fetch_step
+from paged_attn.backends.host_memory.held import HeldMemory
 from paged_attn.backends.machine import early_start
-from paged_attn.backends.step_inputs.fetch_kernel import fetch_step
 
 BLOCK = 512
 MOST_BYTES = 256 << 10  # of larger steps, which take longer to run, a copy engine brings the numbers first
@@ -34,7 +33,7 @@ class FetchKernel:
         self._tokens = tokens
         self._no_tables = TableCopy(0, 0, 0, 1, torch.zeros(1, 1, 1, dtype=torch.int32, device=tokens.device))
         self._unread: list[Tensor] = []
-        self._being_read: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
+        self._being_read = HeldMemory()
 
     def __call__(self, memory: Tensor, into: Tensor, num_ids: int, tables: TableCopy | None) -> None:
         on_gpu = into.is_cuda
@@ -56,12 +55,10 @@ class FetchKernel:
         )  # fmt: skip
 
     def _hold(self, memory: Tensor) -> None:
-        """Keep it until the kernel has read it: PyTorch, which does not know of that, would hand it out again."""
+        """Keep it until the kernel has read it."""
         if len(self._unread) == HELD:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._tokens.device))
-            self._being_read.append((event, self._unread))
+            self._being_read.hold(self._unread, event)
             self._unread = []
-        while self._being_read and self._being_read[0][0].query():
-            self._being_read.popleft()
         self._unread.append(memory)

@@ -15,8 +15,8 @@ from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
 from paged_attn.engine.steps.future_tokens import FutureTokens, future_token
 
 pytest.importorskip("triton")
-from paged_attn.backends.step_inputs import fetch
-from paged_attn.backends.step_inputs.fetch import FetchKernel
+from paged_attn.backends.host_memory import fetch
+from paged_attn.backends.host_memory.fetch import FetchKernel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE_SIZE, ROWS, REQUESTS, PAGES = 4, 40, 9, 12
