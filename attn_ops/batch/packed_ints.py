@@ -190,6 +190,32 @@ def _refusal(rows: Sequence[Sequence[int]], dtype: np.dtype[Any], what: str) -> 
     raise AssertionError("a row was refused although all its values fit")
 
 
+def copy_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Arrays of int64 or bool as tensors of the same shapes on a device: views of one buffer, copied at once, for which the host does not
+    wait. Each begins at a multiple of ALIGNMENT bytes."""
+    starts, end = [], 0
+    for each in arrays:
+        starts.append(end)
+        end += each.nbytes + -each.nbytes % ALIGNMENT
+    memory = np.empty(max(end // 8, 1), np.int64)  # torch views no empty memory as bool
+    views: dict[np.dtype[Any], NDArray[Any]] = {np.dtype(kind): memory.view(kind) for kind in (np.int64, np.bool_)}
+    offsets = [start // each.itemsize for each, start in zip(arrays, starts, strict=True)]
+    for each, offset in zip(arrays, offsets, strict=True):
+        views[each.dtype][offset : offset + each.size] = each.ravel()
+    buffer = copy_to_device(memory, device)
+    tensors = {np.dtype(np.int64): buffer, np.dtype(np.bool_): buffer.view(torch.bool)}
+    return [tensors[each.dtype].as_strided(each.shape, _strides(each.shape), offset) for each, offset in zip(arrays, offsets, strict=True)]
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Of rows that lie one after another."""
+    strides, size = list[int](), 1
+    for length in reversed(shape):
+        strides.insert(0, size)
+        size *= length
+    return strides
+
+
 def copy_to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
     """A tensor of these numbers on the device; the host does not wait for the copy.
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.batch.packed_ints import copy_to_device
+from paged_attn.attn_ops.batch.packed_ints import copy_together
 from paged_attn.attn_ops.scans.state_segments import ChunkBounds, StateSegments
 
 
@@ -47,7 +47,7 @@ class Chunks:
         ending = [(bounds.ends[wave] >= 0).nonzero()[0] for wave in waves]
         ended = [bounds.ends[wave[at]] for wave, at in zip(waves, ending, strict=True)]
         arrays = (rows, real, rows[real], np.flatnonzero(real), order, *map(np.concatenate, (waves, ending, ended)))
-        parts = [copy_to_device(each, device) for each in arrays]
+        parts = copy_together(arrays, device)
         of_waves, at_ends = [len(wave) for wave in waves], [len(at) for at in ending]
         ends = tuple(zip(parts[6].split(at_ends), parts[7].split(at_ends), strict=True))
         return cls(parts[0], parts[1], parts[2], parts[3], parts[4], parts[5].split(of_waves), ends, len(segments.lengths))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,10 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
-from paged_attn.attn_ops.batch.packed_ints import copy_to_device
+from paged_attn.attn_ops.batch.packed_ints import copy_together
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.scans.chunks import Chunks
 from paged_attn.attn_ops.scans.state_segments import ChunkBounds, StateSegments
+
+Arrays = tuple[NDArray[Any], ...]  # of int64 or bool
+Table = tuple[Callable[..., Arrays], tuple[int, ...]]  # a method of `Extends` that makes it, and its arguments
+Wanted = dict[Table, None]  # in the order in which they were first read
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,11 @@ class Wave:
 @dataclass(frozen=True)
 class Extends:
     """Requests with several new tokens or with their first one: rows `starts[i]` to `starts[i] + lengths[i]` continue the state in
-    `slots[i]`, or begin a new one if `fresh[i]`. At least one request. States that `checkpoints[i]` names are kept on the way."""
+    `slots[i]`, or begin a new one if `fresh[i]`. At least one request. States that `checkpoints[i]` names are kept on the way.
+
+    What kernels read of them on the device is a table. One that is read for the first time is copied then, while the device may wait for
+    it, and becomes `wanted`; `place` copies all tables that were wanted in earlier steps, together.
+    """
 
     starts: Sequence[int]
     lengths: Sequence[int]
@@ -47,54 +57,96 @@ class Extends:
     fresh: Sequence[bool]
     device: torch.device
     checkpoints: Mapping[int, Sequence[StateCheckpoint]] = field(default_factory=dict)
+    wanted: Wanted = field(default_factory=dict, compare=False)
+    _placed: dict[Table, tuple[Tensor, ...]] = field(default_factory=dict, compare=False)
     _chunks: dict[int, Chunks] = field(default_factory=dict, compare=False)
-    _taps: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
-    _bounds: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
-    @cached_property
-    def rows(self) -> Tensor:
-        """[N] int64: every row of these requests, in order."""
-        parts = [np.arange(start, start + length) for start, length in zip(self.starts, self.lengths, strict=True)]
-        return self._on_device(np.concatenate(parts))
+    def place(self, others: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """Copy all wanted tables to the device at once, and with them `others`, arrays of int64 or bool, which are returned."""
+        made = {table: table[0](self, *table[1]) for table in self.wanted}
+        placed = iter(copy_together([*others, *chain.from_iterable(made.values())], self.device))
+        first = list(islice(placed, len(others)))
+        self._placed.update({table: tuple(islice(placed, len(arrays))) for table, arrays in made.items()})
+        return first
+
+    def _table(self, make: Callable[..., Arrays], *numbers: int) -> tuple[Tensor, ...]:
+        if (table := (make, numbers)) not in self._placed:
+            self.wanted[table] = None
+            self._placed[table] = tuple(copy_together(make(self, *numbers), self.device))
+        return self._placed[table]
 
     @cached_property
     def segments(self) -> StateSegments:
         """The requests cut at their checkpoints."""
         return StateSegments.of(self.starts, self.lengths, self.slots, self.checkpoints)
 
-    @cached_property
+    @property
+    def rows(self) -> Tensor:
+        """[N] int64: every row of these requests, in order."""
+        return self._table(Extends._make_rows)[0]
+
+    @property
+    def owners(self) -> Tensor:
+        """[N] int64: the request of every row."""
+        return self._table(Extends._make_rows)[1]
+
+    def _make_rows(self) -> Arrays:
+        lengths, starts = np.array(self.lengths), np.array(self.starts)
+        owners, before = np.arange(len(lengths)).repeat(lengths), np.add.accumulate(lengths) - lengths
+        return np.arange(len(owners)) + (starts - before)[owners], owners
+
+    @property
     def segments_on_device(self) -> Tensor:
         """[2, E] int64: each request's first segment, and how many it has."""
-        return self._on_device(self.segments.by_request(np.ones_like(self.segments.lengths)))
+        return self._table(Extends._make_segments)[0]
 
-    @cached_property
+    @property
+    def ends(self) -> Tensor:
+        """[S] int64: the row past each segment."""
+        return self._table(Extends._make_segments)[1]
+
+    @property
     def targets(self) -> Tensor:
         """[S] int64: the slots for the states after the segments."""
-        return self._on_device(self.segments.slots)
+        return self._table(Extends._make_segments)[2]
 
-    @cached_property
+    def _make_segments(self) -> Arrays:
+        segments = self.segments
+        return segments.by_request(np.ones_like(segments.lengths)), segments.starts + segments.lengths, segments.slots
+
+    @property
     def slots_on_device(self) -> Tensor:
         """[E] int64."""
-        return self._on_device(np.array(self.slots))
+        return self._table(Extends._make_states)[0]
 
-    @cached_property
+    @property
     def continues(self) -> Tensor:
         """[E] bool: whether there is a state in the slot."""
-        return copy_to_device(~np.array(self.fresh, dtype=bool), self.device)
+        return self._table(Extends._make_states)[1]
+
+    @property
+    def starts_on_device(self) -> Tensor:
+        """[E] int64."""
+        return self._table(Extends._make_states)[2]
+
+    def _make_states(self) -> Arrays:
+        return np.array(self.slots, np.int64), ~np.array(self.fresh, np.bool_), np.array(self.starts, np.int64)
 
     @cached_property
     def waves(self) -> Sequence[Wave]:
         """The first segments of all requests, then the second segments of those that have two, and so on."""
-        segments, waves = self.segments, []
+        segments, arrays, ends_on_host = self.segments, list[NDArray[Any]](), list[Tensor]()
         first, counts = segments.by_request(np.ones_like(segments.lengths))
         for turn in range(counts.max()):
             now = first[counts > turn] + turn
             lengths = segments.lengths[now]
             ends = np.add.accumulate(np.insert(lengths, 0, 0))
             rows = (segments.starts[now] - ends[:-1]).repeat(lengths) + np.arange(ends[-1])
-            parts = map(self._on_device, (segments.owners[now], segments.slots[now]))
-            waves.append(Wave(self._on_device(rows), self._on_device(ends), torch.from_numpy(ends), *parts))
-        return waves
+            arrays += [rows, ends, segments.owners[now], segments.slots[now]]
+            ends_on_host.append(torch.from_numpy(ends))
+        placed = copy_together(arrays, self.device)
+        parts = zip(placed[::4], placed[1::4], ends_on_host, placed[2::4], placed[3::4], strict=True)
+        return [Wave(*part) for part in parts]
 
     def before(self, states: Tensor, initial: float = 0.0) -> Tensor:
         """The states [E, ...] that the requests start from; `initial` for fresh ones."""
@@ -110,11 +162,13 @@ class Extends:
     def bounds(self, size: int) -> tuple[Tensor, Tensor]:
         """int64: [2, E], each request's first chunk of `chunks(size)`, and how many it has; [N, 3], each chunk's first row, its number of
         tokens, and the slot for the state after it (0: none is kept)."""
-        if size not in self._bounds:
-            bounds = ChunkBounds.of(self.segments, size)
-            slots = np.where(bounds.ends >= 0, self.segments.slots[bounds.ends], 0)
-            self._bounds[size] = self._on_device(bounds.requests), self._on_device(np.stack([bounds.rows, bounds.counts, slots], 1))
-        return self._bounds[size]
+        requests, chunks = self._table(Extends._make_bounds, size)
+        return requests, chunks
+
+    def _make_bounds(self, size: int) -> Arrays:
+        bounds = ChunkBounds.of(self.segments, size)
+        slots = np.where(bounds.ends >= 0, self.segments.slots[bounds.ends], 0)
+        return bounds.requests, np.stack([bounds.rows, bounds.counts, slots], 1)
 
     def taps(self, count: int, width: int) -> tuple[Tensor, Tensor]:
         """Indices of the last `count` tokens up to every row [N, count], including its own, and of the last `width` of each segment
@@ -123,24 +177,23 @@ class Extends:
         They are int64 indices into [E * width + N, ...]: first the `width` tokens that each request's state remembers, then its new ones,
         in the order of `rows`.
         """
-        if (count, width) not in self._taps:
-            lengths = np.array(self.lengths)
-            owner, ends = np.arange(len(lengths)).repeat(lengths), np.add.accumulate(lengths)
-            first = len(lengths) * width + ends - lengths  # index of each request's first new token
-            position = np.arange(ends[-1]) - (ends - lengths)[owner]
-            taps = position[:, None] + np.arange(1 - count, 1)
-            segments = self.segments
-            past = segments.starts + segments.lengths - np.array(self.starts)[segments.owners]
-            last = past[:, None] + np.arange(-width, 0)
-            found = [
-                np.where(at >= 0, first[who][:, None] + at, who[:, None] * width + width + at)
-                for at, who in ((taps, owner), (last, segments.owners))
-            ]
-            self._taps[count, width] = self._on_device(found[0]), self._on_device(found[1])
-        return self._taps[count, width]
+        taps, last = self._table(Extends._make_taps, count, width)
+        return taps, last
 
-    def _on_device(self, values: NDArray[np.int64]) -> Tensor:
-        return copy_to_device(values.astype(np.int64), self.device)
+    def _make_taps(self, count: int, width: int) -> Arrays:
+        lengths = np.array(self.lengths)
+        owner, ends = np.arange(len(lengths)).repeat(lengths), np.add.accumulate(lengths)
+        first = len(lengths) * width + ends - lengths  # index of each request's first new token
+        position = np.arange(ends[-1]) - (ends - lengths)[owner]
+        taps = position[:, None] + np.arange(1 - count, 1)
+        segments = self.segments
+        past = segments.starts + segments.lengths - np.array(self.starts)[segments.owners]
+        last = past[:, None] + np.arange(-width, 0)
+        of_rows, of_segments = (
+            np.where(at >= 0, first[who][:, None] + at, who[:, None] * width + width + at)
+            for at, who in ((taps, owner), (last, segments.owners))
+        )
+        return of_rows, of_segments
 
 
 @dataclass(frozen=True)
@@ -175,8 +228,12 @@ class StateRows:
             output[self.decode_rows] = result
 
     @classmethod
-    def of(cls, batch: Batch) -> StateRows:
-        """The rows of a whole batch. If all requests decode, slots are read from the batch's device tensors, including dummies."""
+    def of(cls, batch: Batch, wanted: Wanted | None = None) -> StateRows:
+        """The rows of a whole batch. If all requests decode, slots are read from the batch's device tensors, including dummies.
+
+        Args:
+            wanted: the tables that layers read of `Extends` in earlier steps; they are copied now, and those read anew are added.
+        """
         rows: list[int] = []
         slots: list[int] = []
         starts, lengths, others, fresh = list[int](), list[int](), list[int](), list[bool]()
@@ -197,9 +254,9 @@ class StateRows:
             start += new
         if not starts:
             return cls(None, batch.state_slots, None)
-        device = batch.slots.device
-        on_device = [copy_to_device(np.array(values, dtype=np.int64), device) for values in (rows, slots)]
-        return cls(on_device[0], on_device[1], Extends(starts, lengths, others, fresh, device, checkpoints))
+        extends = Extends(starts, lengths, others, fresh, batch.slots.device, checkpoints, {} if wanted is None else wanted)
+        decode_rows, decode_slots = extends.place([np.array(rows, np.int64), np.array(slots, np.int64)])
+        return cls(decode_rows, decode_slots, extends)
 
 
 @dataclass(frozen=True)

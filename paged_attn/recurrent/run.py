@@ -14,7 +14,7 @@ from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.ops.scans import Kernel
-from paged_attn.attn_ops.scans.state_rows import Extends, RecurrentPlan, StateRows
+from paged_attn.attn_ops.scans.state_rows import Extends, RecurrentPlan, StateRows, Wanted
 from paged_attn.backends.scans.base import Kernels
 from paged_attn.calling.plain_modes import evaluating
 from paged_attn.recurrent.layer import RecurrentLayer
@@ -25,6 +25,7 @@ class RecurrentRunner:
 
     def __init__(self, layers: Sequence[RecurrentLayer], pool: StatePool) -> None:
         self.layers, self.pool = tuple(layers), pool
+        self._wanted: Wanted = {}
 
     def plan(self, batch: Batch) -> RecurrentPlan:
         """Raises ContextError: a request or checkpoint has no slot, a slot that does not exist, or one that is used twice; or a checkpoint
@@ -42,7 +43,7 @@ class RecurrentRunner:
                     f"request {index} of the batch has {ends[-1]} new tokens and checkpoints after {ends[1:-1]} of them; allowed are "
                     "numbers from 1 on, ascending and less than all"
                 )
-        return RecurrentPlan(batch.num_tokens, (StateRows.of(batch),))
+        return RecurrentPlan(batch.num_tokens, (StateRows.of(batch, self._wanted),))
 
     def state(self, layer_id: int, state_id: int) -> Tensor:
         """[num_slots, ...]: the states that an op reads and writes."""

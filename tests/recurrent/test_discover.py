@@ -12,6 +12,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 
 from paged_attn import UnsupportedError
+from paged_attn.attn_ops.batch import packed_ints
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, StateCheckpoint
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv.state_pool import StatePool
@@ -315,6 +316,17 @@ def test_a_ragged_batch_equals_each_prompt_alone(mixers: tuple[type[Mixer], ...]
             before = layer.run([part[None, :tokens] for part in prompts[0]], None)[1]
             for kept, expected_state in zip(pool.states(0), before, strict=True):
                 torch.testing.assert_close(kept[slot], expected_state[0])
+
+
+def test_a_step_copies_once_what_layers_read_in_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    (layer,) = find_recurrent_layers(Toy(Mixer), inputs_of)
+    runner, copies, copy = RecurrentRunner([layer], StatePool([layer.spec], 3)), [], packed_ints.copy_to_device
+    monkeypatch.setattr(packed_ints, "copy_to_device", lambda *given: copies.append(given) or copy(*given))
+    for tokens in (3, 9):
+        copies.clear()
+        extends = runner.plan(Batch.build([BatchRequest([1] * tokens, [1, 2, 3], state_slot=1)], 4)).calls[0].extends
+        assert extends.rows.tolist() == list(range(tokens)) and extends.bounds(4)[1][:, 1].sum() == tokens
+    assert len(copies) == 1
 
 
 @pytest.mark.parametrize("slots", [(0, 1), (1, 1), (1, 3)])

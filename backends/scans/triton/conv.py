@@ -58,19 +58,19 @@ def extend(
 ) -> bool:  # fmt: skip
     """Computes `short_conv_extend`; always True."""
     taps, width = weight.shape[1], states.shape[2]
-    where, last = extends.taps(taps, width)
-    known, remembered = (extends.rows, extends.slots_on_device, extends.continues), len(extends.lengths) * width
+    rows, owners = extends.rows, extends.owners
+    before = (extends.slots_on_device, extends.continues, extends.starts_on_device)
     for part in _parts(x, columns, weight, bias, output, states):
         channels, group = len(part.weight), part.x.shape[2]
         launch(
-            conv_extend, (triton.cdiv(len(where), PROMPT_TOKENS), triton.cdiv(channels, PROMPT_BLOCK)),
-            *part, *known, where, len(where), *part.x.stride(), *weight.stride(), output.stride(0), states.stride(0), remembered,
+            conv_extend, (triton.cdiv(len(rows), PROMPT_TOKENS), triton.cdiv(channels, PROMPT_BLOCK)),
+            *part, *before, rows, owners, len(rows), *part.x.stride(), *weight.stride(), output.stride(0), states.stride(0),
             C=channels, GROUP=group, TAPS=taps, WIDTH=width, HAS_BIAS=bias is not None, SILU=bool(activation), TOKENS=PROMPT_TOKENS,
             BLOCK=PROMPT_BLOCK,
         )  # fmt: skip
         launch(
             conv_state, (len(extends.lengths), triton.cdiv(channels, BLOCK)),
-            part.x, part.states, *known, last, extends.segments_on_device, extends.targets, *part.x.stride(), states.stride(0), remembered,
+            part.x, part.states, *before, extends.ends, extends.segments_on_device, extends.targets, *part.x.stride(), states.stride(0),
             C=channels, GROUP=group, WIDTH=width, BLOCK=BLOCK, W=triton.next_power_of_2(width),
         )  # fmt: skip
     return True

@@ -39,62 +39,64 @@ def conv_step(
         tl.store(out, _activated(total, bias, channel, real, x.dtype.element_ty, HAS_BIAS, SILU).to(output.dtype.element_ty), mask=real)
 
 
-@triton.jit(do_not_specialize=["tokens", "remembered"])
+@triton.jit(do_not_specialize=["tokens"])
 def conv_extend(
-    x, weight, bias, output, states, rows, slots, continues, taps, tokens, x_row, x_group, x_channel, weight_channel, weight_tap,
-    output_row, slot_stride, remembered, C: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr,
+    x, weight, bias, output, states, slots, continues, starts, rows, owners, tokens, x_row, x_group, x_channel, weight_channel, weight_tap,
+    output_row, slot_stride, C: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """New tokens of x [T, C / GROUP, GROUP]. `taps` [N, TAPS]: indices of the tokens that each of them reads, first those in states
-    (`remembered` rows), then those in x."""
+    """New tokens of x [T, C / GROUP, GROUP], which are its `rows` [N] and belong to the requests `owners` [N], whose own begin at the rows
+    `starts` [E]."""
     i, channel = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there, real, column = i < tokens, channel < C, _column(channel, x_group, x_channel, C, GROUP)
-    taps += i * TAPS
-    if tl.min(tl.load(taps, mask=there, other=remembered), 0) < remembered:  # few tiles read tokens from states
-        total = _convolved(x, weight, states, rows, slots, continues, taps, channel, column, there, real, x_row, weight_channel,
-                           weight_tap, slot_stride, remembered, TAPS, WIDTH, True, TOKENS, BLOCK)  # fmt: skip
+    row, owner = tl.load(rows + i, mask=there, other=0), tl.load(owners + i, mask=there, other=0)
+    earlier = row - tl.load(starts + owner, mask=there, other=-TAPS)  # new tokens of the same request before each
+    if tl.min(earlier, 0) < TAPS - 1:  # few tiles read tokens from states
+        total = _convolved(x, weight, states, slots, continues, row, owner, earlier, channel, column, there, real, x_row, weight_channel,
+                           weight_tap, slot_stride, TAPS, WIDTH, True, TOKENS, BLOCK)  # fmt: skip
     else:
-        total = _convolved(x, weight, states, rows, slots, continues, taps, channel, column, there, real, x_row, weight_channel,
-                           weight_tap, slot_stride, remembered, TAPS, WIDTH, False, TOKENS, BLOCK)  # fmt: skip
+        total = _convolved(x, weight, states, slots, continues, row, owner, earlier, channel, column, there, real, x_row, weight_channel,
+                           weight_tap, slot_stride, TAPS, WIDTH, False, TOKENS, BLOCK)  # fmt: skip
     result = _activated(total, bias, channel[None], real[None], x.dtype.element_ty, HAS_BIAS, SILU)
-    row = tl.load(rows + i, mask=there, other=0)
     tl.store(output + row[:, None] * output_row + channel[None], result.to(output.dtype.element_ty), mask=there[:, None] & real[None])
 
 
 @triton.jit
 def _convolved(
-    x, weight, states, rows, slots, continues, taps, channel, column, there, real, x_row, weight_channel, weight_tap, slot_stride,
-    remembered, TAPS: tl.constexpr, WIDTH: tl.constexpr, OLD: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    x, weight, states, slots, continues, row, owner, earlier, channel, column, there, real, x_row, weight_channel, weight_tap, slot_stride,
+    TAPS: tl.constexpr, WIDTH: tl.constexpr, OLD: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """float32 [TOKENS, BLOCK]. Without OLD all read tokens are new, and no load waits for another tap's."""
     total, held = tl.zeros([TOKENS, BLOCK], tl.float32), there[:, None] & real[None]
     for tap in tl.static_range(TAPS):
-        at = tl.load(taps + tap, mask=there, other=remembered)
-        value = _new(x, states, rows, at[:, None], column[None], held, x_row, remembered)
+        back = TAPS - 1 - tap
+        value = _new(x, (row - back)[:, None], column[None], held & (earlier >= back)[:, None], x_row, states.dtype.element_ty)
         if OLD:
-            kept = _kept(states, slots, continues, at[:, None], channel[None], held, slot_stride, remembered, WIDTH)
-            value = tl.where((at < remembered)[:, None], kept, value)
+            place, old = WIDTH + earlier - back, there & (earlier < back)
+            kept = _kept(states, slots, continues, owner[:, None], place[:, None], channel[None], held & old[:, None], slot_stride, WIDTH)
+            value = tl.where(old[:, None], kept, value)
         factor = tl.load(weight + channel * weight_channel + tap * weight_tap, mask=real, other=0.0)
         total += value.to(tl.float32) * factor.to(tl.float32)[None]
     return total
 
 
-@triton.jit(do_not_specialize=["remembered"])
+@triton.jit
 def conv_state(
-    x, states, rows, slots, continues, last, segments, targets, x_row, x_group, x_channel, slot_stride, remembered, C: tl.constexpr,
+    x, states, slots, continues, starts, ends, segments, targets, x_row, x_group, x_channel, slot_stride, C: tl.constexpr,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """The states [C, WIDTH] after the segments of a request. `last` [S, WIDTH]: indices of the last tokens, like `taps`; `targets` [S]: the
-    states' slots; `segments` [2, E]: the request's first segment, and their number. The last one writes the request's own slot, which
-    those before it read."""
+    """The states [C, WIDTH] after the segments of a request, whose tokens begin at a row of x in `starts` [E]. `ends` [S]: the row past
+    each segment; `targets` [S]: the states' slots; `segments` [2, E]: the request's first segment, and their number. The last one writes
+    the request's own slot, which those before it read."""
     i, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column, real, new = tl.arange(0, W)[None], (channel < C)[:, None], _column(channel, x_group, x_channel, C, GROUP)[:, None]
-    first, count = tl.load(segments + i), tl.load(segments + tl.num_programs(0) + i)
+    first, count, start = tl.load(segments + i), tl.load(segments + tl.num_programs(0) + i), tl.load(starts + i)
+    held = real & (column < WIDTH)
     for segment in range(first, first + count):
-        at = tl.load(last + segment * WIDTH + column, mask=column < WIDTH, other=0)
-        held = real & (column < WIDTH)
-        kept = _kept(states, slots, continues, at, channel[:, None], held, slot_stride, remembered, WIDTH)
-        value = tl.where(at < remembered, kept, _new(x, states, rows, at, new, held, x_row, remembered))
+        row = tl.load(ends + segment) - WIDTH + column
+        old, place = row < start, WIDTH + row - start
+        kept = _kept(states, slots, continues, i, place, channel[:, None], held & old, slot_stride, WIDTH)
+        value = tl.where(old, kept, _new(x, row, new, held & (row >= start), x_row, states.dtype.element_ty))
         tl.debug_barrier()  # the whole old state has been read
         state = states + tl.load(targets + segment) * slot_stride + channel[:, None] * WIDTH + column
         tl.store(state, value, mask=held)
@@ -120,19 +122,16 @@ def _column(channel, x_group, x_channel, C: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _kept(states, slots, continues, at, channel, held, slot_stride, remembered, WIDTH: tl.constexpr):
-    """Tokens held in states; 0 where a state has none, and for new tokens."""
-    old = at < remembered
-    request = tl.where(old, at // WIDTH, 0)
-    known = old & tl.load(continues + request)
-    return tl.load(states + tl.load(slots + request) * slot_stride + channel * WIDTH + at % WIDTH, mask=held & known, other=0.0)
+def _kept(states, slots, continues, request, place, channel, held, slot_stride, WIDTH: tl.constexpr):
+    """Tokens held in the states of requests, by their place; 0 where a state has none."""
+    slot, known = tl.load(slots + request), tl.load(continues + request)
+    return tl.load(states + slot * slot_stride + channel * WIDTH + place, mask=held & known, other=0.0)
 
 
 @triton.jit
-def _new(x, states, rows, at, column, held, x_row, remembered):
-    """New tokens in the states' dtype, as they will be stored; 0 for those in states."""
-    row = tl.load(rows + tl.where(at < remembered, 0, at - remembered))
-    return tl.load(x + row * x_row + column, mask=held & (at >= remembered), other=0.0).to(states.dtype.element_ty)
+def _new(x, row, column, held, x_row, dtype: tl.constexpr):
+    """New tokens in the states' dtype, as they will be stored."""
+    return tl.load(x + row * x_row + column, mask=held, other=0.0).to(dtype)
 
 
 @triton.jit

@@ -11,31 +11,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paged_attn.backends.scans.triton.prompts_kernel import _dot, _kept, _solved, _tile, _unit, _write_values
+from paged_attn.backends.scans.triton.prompts_kernel import _dot, _kept, _solved, _tile, _tokens, _unit, _write_values
 
 
 @triton.jit
 def sum_decays(
-    g, sums, rows, real, g_row, g_head, g_dim, HEADS: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr
+    g, sums, chunks, g_row, g_head, g_dim, HEADS: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """`sums` [N * CHUNK, HEADS, K]: sums of g [T, HEADS, K] from the start of each chunk to each of its tokens."""
     chunk, head, i, k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
-    row, there = tl.load(rows + chunk * CHUNK + i), tl.load(real + chunk * CHUNK + i)
+    row, there = _tokens(chunks, chunk, i)
     total = tl.cumsum(_tile(g + head * g_head, row, there, k, g_row, g_dim, K).to(tl.float32), 0)
     tl.store(sums + ((chunk * CHUNK + i) * HEADS + head)[:, None] * K + k[None], total, mask=(k < K)[None])
 
 
 @triton.jit
 def solve_by_channel(
-    query, key, value, sums, beta, rows, real, new, reads, scores, q_row, q_head, q_dim, k_row, k_head, k_dim, v_row, v_head, v_dim,
+    query, key, value, sums, beta, chunks, new, reads, scores, q_row, q_head, q_dim, k_row, k_head, k_dim, v_row, v_head, v_dim,
     beta_row, beta_head, eps,
     REPEATS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORMALISE: tl.constexpr, CHUNK: tl.constexpr,
     PART: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """`new` and `reads` as in `solve_chunks`; `scores` [N * CHUNK, HEADS, CHUNK]: how much each query reads of what each token wrote."""
     chunk, head, i, k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    row, there = _tokens(chunks, chunk, i)
     first = chunk * CHUNK
-    row, there, place = tl.load(rows + first + i), tl.load(real + first + i), (first + i) * HEADS + head
+    place = (first + i) * HEADS + head
     query, key = query + head // REPEATS * q_head, key + head // REPEATS * k_head
     queries = _tile(query, row, there, k, q_row, q_dim, K).to(tl.float32)
     keys = _tile(key, row, there, k, k_row, k_dim, K).to(tl.float32)
@@ -49,11 +50,13 @@ def solve_by_channel(
         read += _dot(queries * grown, tl.trans(left), NARROW)
     begin = i // PART * PART
     for column in range(PART):  # within the parts: one column of all of them at a time, from differences
-        other = first + begin + column
+        within = begin + column
+        other = first + within
+        row_of_other, is_there = _tokens(chunks, chunk, within)
         before = tl.load(sums + (other * HEADS + head)[:, None] * K + k[None], mask=(k < K)[None], other=0.0)
-        left = tl.exp(tl.where((i >= begin + column)[:, None], total - before, float("-inf")))
-        left *= _tile(key, tl.load(rows + other), tl.load(real + other), k, k_row, k_dim, K).to(tl.float32)
-        here = i[None] == (begin + column)[:, None]
+        left = tl.exp(tl.where((i >= within)[:, None], total - before, float("-inf")))
+        left *= _tile(key, row_of_other, is_there, k, k_row, k_dim, K).to(tl.float32)
+        here = i[None] == within[:, None]
         written = tl.where(here, tl.sum(keys * left, 1)[:, None], written)
         read = tl.where(here, tl.sum(queries * left, 1)[:, None], read)
     factor = _unit(keys, eps, NORMALISE)

@@ -37,18 +37,19 @@ def gated_delta(
     if k_dim > MOST:
         return False
     size, block_k, block_v, narrow = sizes(k_dim, v_dim, value.dtype)
-    chunks = extends.chunks(size)
-    new = torch.empty(len(chunks.rows) * size, heads, v_dim, dtype=value.dtype, device=value.device)
-    reads = torch.empty(len(chunks.rows) * size, heads, k_dim, dtype=value.dtype, device=value.device)
+    where = _where(extends, size)
+    chunks = where[-1]
+    new = torch.empty(len(chunks) * size, heads, v_dim, dtype=value.dtype, device=value.device)
+    reads = torch.empty(len(chunks) * size, heads, k_dim, dtype=value.dtype, device=value.device)
     launch(
-        solve_chunks, (len(chunks.rows), heads),
-        key, value, g, beta, chunks.rows, chunks.real, new, reads, *key.stride(), *value.stride(), *g.stride(), *beta.stride(), EPS,
+        solve_chunks, (len(chunks), heads),
+        key, value, g, beta, chunks, new, reads, *key.stride(), *value.stride(), *g.stride(), *beta.stride(), EPS,
         REPEATS=heads // key.shape[1], HEADS=heads, K=k_dim, V=v_dim, NORMALISE=normalise, CHUNK=size, BLOCK_K=block_k, BLOCK_V=block_v,
         NARROW=narrow,
     )  # fmt: skip
     launch(
         scan_chunks, (len(extends.lengths), heads, triton.cdiv(v_dim, block_v)),
-        query, key, g, new, reads, output, states, *_where(extends, size), *query.stride(), *key.stride(), *g.stride(), output.stride(0),
+        query, key, g, new, reads, output, states, *where, *query.stride(), *key.stride(), *g.stride(), output.stride(0),
         *states.stride(), k_dim**-0.5, EPS, REPEATS=heads // key.shape[1], HEADS=heads, K=k_dim, V=v_dim, NORMALISE=normalise, CHUNK=size,
         BLOCK_K=block_k, BLOCK_V=block_v, NARROW=narrow, num_stages=1, num_warps=8,
     )  # fmt: skip
@@ -103,8 +104,9 @@ def kda(
     if k_dim > MOST:
         return False
     size, block_k, block_v, narrow = sizes(k_dim, v_dim, value.dtype)
-    chunks, where = extends.chunks(size), extends.bounds(size)
-    count = len(chunks.rows)
+    where = _where(extends, size)
+    chunks = where[-1]
+    count = len(chunks)
 
     def made(width: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(count * size, heads, width, dtype=dtype, device=value.device)
@@ -112,15 +114,15 @@ def kda(
     sums, new, reads, scores = made(k_dim, torch.float32), *(made(width, value.dtype) for width in (v_dim, k_dim, size))
     of_keys: dict[str, Any] = {"HEADS": heads, "K": k_dim, "CHUNK": size, "BLOCK_K": block_k}
     constants = {"REPEATS": heads // key.shape[1], "V": v_dim, "NORMALISE": normalise, "BLOCK_V": block_v, "NARROW": narrow, **of_keys}
-    launch(sum_decays, (count, heads), g, sums, chunks.rows, chunks.real, *g.stride(), **of_keys)
+    launch(sum_decays, (count, heads), g, sums, chunks, *g.stride(), **of_keys)
     launch(
         solve_by_channel, (count, heads),
-        query, key, value, sums, beta, chunks.rows, chunks.real, new, reads, scores, *query.stride(), *key.stride(), *value.stride(),
+        query, key, value, sums, beta, chunks, new, reads, scores, *query.stride(), *key.stride(), *value.stride(),
         *beta.stride(), EPS, PART=PART, **constants,
     )  # fmt: skip
     launch(
         scan_by_channel, (len(extends.lengths), heads, triton.cdiv(v_dim, block_v)),
-        query, key, sums, new, reads, scores, output, states, extends.slots_on_device, extends.continues, *where, *query.stride(),
-        *key.stride(), output.stride(0), *states.stride(), k_dim**-0.5, EPS, num_stages=1, num_warps=8, **constants,
+        query, key, sums, new, reads, scores, output, states, *where, *query.stride(), *key.stride(),
+        output.stride(0), *states.stride(), k_dim**-0.5, EPS, num_stages=1, num_warps=8, **constants,
     )  # fmt: skip
     return True

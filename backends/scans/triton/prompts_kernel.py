@@ -11,15 +11,15 @@ import triton.language as tl
 
 @triton.jit
 def solve_chunks(
-    key, value, g, beta, rows, real, new, reads, k_row, k_head, k_dim, v_row, v_head, v_dim, g_row, g_head, beta_row, beta_head, eps,
+    key, value, g, beta, chunks, new, reads, k_row, k_head, k_dim, v_row, v_head, v_dim, g_row, g_head, beta_row, beta_head, eps,
     REPEATS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORMALISE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """The delta rule on a chunk of a head: `new` [N * CHUNK, H, V] and `reads` [N * CHUNK, H, K]. The chunk's tokens write new - reads S,
-    where S is the state before the chunk. `rows` and `real` [N, CHUNK] are its tokens."""
+    where S is the state before the chunk. `chunks` [N, 3] is of `Extends.bounds`."""
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i, k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
-    row, there = tl.load(rows + chunk * CHUNK + i), tl.load(real + chunk * CHUNK + i)
+    row, there = _tokens(chunks, chunk, i)
     keys = _tile(key + (head // REPEATS) * k_head, row, there, k, k_row, k_dim, K)
     factor = _unit(keys, eps, NORMALISE)
     total = tl.cumsum(tl.load(g + row * g_row + head * g_head, mask=there, other=0.0).to(tl.float32), 0)
@@ -120,6 +120,12 @@ def scan_channels(
         now = tl.sum(tl.where(t[:, None, None] == BLOCK_T - 1, every, 0.0), 0)
         slot = tl.load(chunks + 3 * chunk + 2)
         now = _kept(now, state, slot * slot_stride, slot > 0, held)
+
+
+@triton.jit
+def _tokens(chunks, chunk, i):
+    """The rows of a chunk's tokens, and which of them are there."""
+    return tl.load(chunks + 3 * chunk) + i, i < tl.load(chunks + 3 * chunk + 1)
 
 
 @triton.jit

@@ -22,10 +22,10 @@ from paged_attn.backends.scans.triton.ssd_kernel import chunk_outputs, chunk_sta
 from paged_attn.backends.scans.triton.steps_kernel import channel_kernel, gated_delta_kernel, mamba1_kernel, mamba2_kernel
 
 POINTERS = {
-    "x": "*bf16", "weight": "*bf16", "bias": "*bf16", "output": "*bf16", "rows": "*i64", "slots": "*i64", "taps": "*i64", "last": "*i64",
-    "continues": "*i1", "query": "*bf16", "key": "*bf16", "value": "*bf16", "g": "*fp32", "beta": "*bf16", "states": "*fp32", "dt": "*bf16",
-    "a": "*fp32", "b": "*bf16", "c": "*bf16", "scale": "fp32", "eps": "fp32", "initial": "fp32",
-    "real": "*i1", "requests": "*i64", "chunks": "*i64", "segments": "*i64", "targets": "*i64", "new": "*bf16", "reads": "*bf16",
+    "x": "*bf16", "weight": "*bf16", "bias": "*bf16", "output": "*bf16", "rows": "*i64", "slots": "*i64", "owners": "*i64",
+    "starts": "*i64", "ends": "*i64", "continues": "*i1", "query": "*bf16", "key": "*bf16", "value": "*bf16", "g": "*fp32",
+    "beta": "*bf16", "states": "*fp32", "dt": "*bf16", "a": "*fp32", "b": "*bf16", "c": "*bf16", "scale": "fp32", "eps": "fp32",
+    "initial": "fp32", "requests": "*i64", "chunks": "*i64", "segments": "*i64", "targets": "*i64", "new": "*bf16", "reads": "*bf16",
     "sums": "*fp32", "scores": "*bf16", "step": "*fp32", "decay": "*fp32", "before": "*bf16",
 }  # fmt: skip
 CONV: dict[str, Any] = {"C": 8192, "GROUP": 8192, "TAPS": 4, "WIDTH": 4, "HAS_BIAS": True, "SILU": True, "BLOCK": 128}

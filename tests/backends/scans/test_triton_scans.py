@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from paged_attn.attn_ops.batch import packed_ints
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.scans.channels import channel_scan_extend
 from paged_attn.attn_ops.scans.kda import kda_extend
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
-from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
+from paged_attn.attn_ops.scans.state_rows import Extends, StateRows, Wanted
 from tests.attn_ops.scans.problems import RECURRENCES, SLOTS, starts_of
 
 pytest.importorskip("triton")
@@ -247,6 +248,21 @@ def test_states_on_the_way(name: str, dtype: torch.dtype) -> None:
             before = end
     assert torch.equal(states[1][1:], states[2][1:]) and torch.equal(outputs[1], outputs[2])
     assert states[1][0].isnan().all(), "nobody's slot"
+
+
+@pytest.mark.parametrize("name", ["short_conv", *PROMPTS])
+def test_a_second_step_finds_all_its_tables_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, run = RECURRENCES[name], conv.extend if name == "short_conv" else PROMPTS[name]
+    wanted: Wanted = {}
+    given, states = [value.to(DEVICE) for value in kind.given(5)], states_of(name, [1], torch.float32)
+    for module in (conv, prompts, ssd):
+        monkeypatch.setattr(module, "launch", lambda *_, **__: None)
+    for step in range(2):
+        extends = Extends([0], [5], [1], [False], given[0].device, wanted=wanted)
+        extends.place([])
+        if step:
+            monkeypatch.setattr(packed_ints, "copy_to_device", lambda *_: pytest.fail("a table is copied while layers run"))
+        assert run(*given, given[0], *kind.options, *kind.limits, states, extends)
 
 
 @pytest.mark.parametrize("maximum", [False, True])
