@@ -2,7 +2,7 @@
 
 OPTIONAL = (
     "latent_attention", "experts", "scans", "complex_as_real", "early_logits_gather", "routing", "merge_linears", "late_views",
-    "linear_float32", "gemv",
+    "linear_float32", "gemv", "add_norm",
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from paged_attn.passes.fx.model_facts import least, max_positions
 from paged_attn.passes.optimize.complex_as_real import complex_as_real
 from paged_attn.passes.optimize.dense_experts import replace_dense_experts
 from paged_attn.passes.optimize.late_views import make_views_late
+from paged_attn.passes.optimize.linears.add_norm import fuse_add_norm
 from paged_attn.passes.optimize.linears.float32_products import use_linear_float32
 from paged_attn.passes.optimize.linears.gemv import use_gemv
 from paged_attn.passes.optimize.linears.merge import merge_linears
@@ -185,5 +186,9 @@ PASSES = (
     GraphPass(
         "gemv", "linears through an op that has a kernel for a single row",
         lambda graph, facts: use_gemv(graph, facts.form), "{} linears have a kernel for single rows",
+    ),
+    GraphPass(
+        "add_norm", "a residual addition and an RMS norm within the product behind them, for a single row",
+        lambda graph, facts: fuse_add_norm(graph, facts.form), "{} norms are part of a product",
     ),
 )  # fmt: skip

@@ -10,6 +10,7 @@ from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.attn_ops.ops.dual_chunk import DUAL_CHUNK_ATTENTION
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
+from paged_attn.attn_ops.ops.linears.add_norm import ADD_NORM, ADD_NORM_LINEAR
 from paged_attn.attn_ops.ops.linears.linear import LINEAR, LINEAR_FLOAT32
 from paged_attn.attn_ops.ops.linears.lora import LORA, LORA_UP
 from paged_attn.attn_ops.ops.module import MODULE
@@ -57,6 +58,8 @@ KINDS = (
     OpKind(ROUTE, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(LINEAR, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(LINEAR_FLOAT32, splits=False, in_full_graphs=True, on_disk=True),
+    OpKind(ADD_NORM_LINEAR, splits=False, in_full_graphs=True, on_disk=True),
+    OpKind(ADD_NORM, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(LORA, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(LORA_UP, splits=False, in_full_graphs=True, on_disk=True),
 )

@@ -48,7 +48,7 @@ class FetchKernel:
         options = early_start(into.device, on_gpu and from_host)
         early = options.pop("EARLY")
         _fetch(
-            early, (of_words + of_table * len(table_into), 1),
+            (BLOCK, early), (of_words + of_table * len(table_into), 1),
             (memory, into, table_into, self._tokens, words, num_ids, start, distance, requests, width, table_into.stride(0),
              table_into.stride(1), of_words, max(of_table, 1)),
             {"BLOCK": BLOCK, "EARLY": early}, {"num_warps": 4, **options}, device_index(into.device),

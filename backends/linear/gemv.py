@@ -24,7 +24,7 @@ HEAD = 1 << 28  # elements of a weight, and more
 PROGRAM_ELEMENTS = 4096  # fewest elements of the weight per program, so that enough loads are in flight
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """How a program holds rows of the weight: each in a block of a power of 2, and what that does not hold in a smaller one (or 0)."""
 
     rows: int
@@ -38,7 +38,7 @@ _fast_one_row = FastKernel(one_row_kernel)
 
 def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel supports this dtype and size."""
-    blocks = _blocks(*weight.shape)
+    blocks = row_blocks(*weight.shape)
     long = (blocks.block + blocks.rest) * weight.itemsize > LONGEST_ROW
     return weight.is_floating_point() and 2 <= weight.itemsize <= 4 and weight.stride(1) == 1 and x.stride(-1) == 1 and not long
 
@@ -52,7 +52,7 @@ def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.
         return None
     count, length, bias = *weight.shape, unit_last(bias)
     out = x.new_empty((*x.shape[:-1], count), dtype=dtype)
-    blocks = _blocks(count, length)
+    blocks = row_blocks(count, length)
     early = machine_of(x.device).early
     constants = {"BLOCK_N": blocks.rows, "BLOCK_K": blocks.block, "REST_K": blocks.rest, "HAS_BIAS": bias is not None, "EARLY": early}
     options = {"num_warps": blocks.warps, "launch_pdl": early}
@@ -63,8 +63,10 @@ def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.
 
 
 @functools.cache
-def _blocks(count: int, length: int) -> _Blocks:
-    """TB/s on an H200, bf16. One block and two, products of 56 MB in a row: 2,304 elements 3.20, 3.65; 2,880 3.37, 3.72; 5,120 3.37, 3.70;
+def row_blocks(count: int, length: int) -> Blocks:
+    """For a weight [count, length].
+
+    TB/s on an H200, bf16. One block and two, products of 56 MB in a row: 2,304 elements 3.20, 3.65; 2,880 3.37, 3.72; 5,120 3.37, 3.70;
     11,008 3.44, 3.64; of 12 MB, where starting counts more: 2.40, 2.79; 2.58, 2.79; 2.21, 2.86; 2.20, 2.89. Two rows and four of a head:
     201,088 x 2,880 3.96, 4.59; 163,840 x 2,304 4.56, 4.54; 202,048 x 5,120 4.64, 4.64.
     """
@@ -72,10 +74,10 @@ def _blocks(count: int, length: int) -> _Blocks:
     half = whole // 2
     rest = max(power_of_2(length - half), 16)
     if length == whole or rest >= half:  # two blocks would be as large as one
-        return _Blocks(max(PROGRAM_ELEMENTS // whole, 1), whole, 0, warps=8)  # a decode step takes 0.6 % less than with 4
+        return Blocks(max(PROGRAM_ELEMENTS // whole, 1), whole, 0, warps=8)  # a decode step takes 0.6 % less than with 4
     rows = 2 if length < LONG else 1
     while rows * (half + rest) <= PROGRAM_ELEMENTS:
         rows *= 2
     if count * length >= HEAD and length <= 2 * PROGRAM_ELEMENTS:
         rows = max(rows, 4)
-    return _Blocks(rows, half, rest, warps=4 if length <= 2 * PROGRAM_ELEMENTS else 8)
+    return Blocks(rows, half, rest, warps=4 if length <= 2 * PROGRAM_ELEMENTS else 8)

@@ -20,6 +20,7 @@ from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.attn_ops.ops.define import body_of
 from paged_attn.attn_ops.ops.dual_chunk import DUAL_CHUNK_ATTENTION
 from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
+from paged_attn.attn_ops.ops.linears.add_norm import ADD_NORM, ADD_NORM_LINEAR
 from paged_attn.attn_ops.ops.linears.linear import LINEAR, LINEAR_FLOAT32, one_row
 from paged_attn.attn_ops.ops.routing import ROUTE
 from paged_attn.attn_ops.ops.scans import CHANNEL_SCAN, GATED_DELTA_RULE, KDA, LINEAR_ATTENTION, MAMBA1_SCAN, MAMBA2_SCAN, SHORT_CONV
@@ -90,8 +91,9 @@ def compile_steps_ahead(
             for node in _distinct(graph, op, None):
                 (x, weight, *bias), _ = _operands(node, 1)
                 one_row(x, weight, bias[0] if bias else None, x.dtype if op is LINEAR else torch.float32)
-        for node in _distinct(graph, ROUTE, None):
-            _run(node, 1)  # launched alike for any number of rows
+        for op, rows in ((ROUTE, 1), (ADD_NORM_LINEAR, 1), (ADD_NORM_LINEAR, SOME), (ADD_NORM, SOME)):
+            for node in _distinct(graph, op, None):
+                _run(node, rows)  # launched alike for any number of rows, or for any but one
         pool, states = KVPool(layers, PAGES, runs_with.page_size, dtype, device), runner_of(runs_with.recurrent, MOST, device, OnlyKernels)
         attentions = [node for op in ATTENTION for node in _distinct(graph, op, layers)]
         specs = [layer.spec for layer in runs_with.recurrent]

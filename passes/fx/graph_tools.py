@@ -224,6 +224,12 @@ def copied_from(node: fx.Node) -> str | None:
     return node.meta.get(_COPY_OF)
 
 
+def keep_name(new: fx.Node, old: fx.Node) -> None:
+    """`new`, of the same value, takes the place of `old` where values are compared with those of the original graph."""
+    if (name := copied_from(old)) is not None:
+        new.meta[_COPY_OF] = name
+
+
 def written_names(graph: fx.Graph) -> set[str]:
     """The names of nodes that are written in place; in a copy, the original's names."""
     return {str(node.meta.get(_COPY_OF, node.name)) for node in writers_of(graph.nodes)}

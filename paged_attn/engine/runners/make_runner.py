@@ -8,6 +8,7 @@ from torch import nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops.experts import use_experts
+from paged_attn.attn_ops.ops.linears.add_norm import ADD_NORM_KERNEL, ADD_NORM_LINEAR_KERNEL
 from paged_attn.attn_ops.ops.linears.linear import ONE_ROW_KERNEL
 from paged_attn.attn_ops.ops.linears.lora import LORA_KERNEL, LORA_UP_KERNEL
 from paged_attn.attn_ops.ops.routing import ROUTE_KERNEL
@@ -53,9 +54,12 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
         start_compilers(only_device(model), config)
         if only_device(model).type == "cuda" and has_triton():
             from paged_attn.backends.experts.triton.route import route
+            from paged_attn.backends.linear.add_norm import add_norm, add_norm_linear
             from paged_attn.backends.linear.gemv import one_row_linear
 
             ONE_ROW_KERNEL.use(one_row_linear)
+            ADD_NORM_KERNEL.use(add_norm)
+            ADD_NORM_LINEAR_KERNEL.use(add_norm_linear)
             ROUTE_KERNEL.use(route)
             if config.max_loras:
                 from paged_attn.backends.lora.on_gpu import lora_on_gpu, lora_up_on_gpu
@@ -68,6 +72,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             "merge_linears": config.merge_linears,
             "early_logits_gather": config.early_logits_gather,
             "gemv": config.gemv,
+            "add_norm": config.gemv and not config.deterministic,  # its numbers for one row are not those for several
         }
         passes = tuple(name for name in OPTIONAL if on.get(name, True) and name not in config.disable_passes)
         runner = TracedRunner(model, replace(options, pdl=bool(config.pdl), passes=passes), config.follow_generate, probe)

@@ -1,6 +1,7 @@
 """Makes the variant of a rewritten graph for steps with adapters: its linear layers are followed by `paged_attn::lora`.
 
-Before: F.linear(x, weight, bias), or paged_attn.linear, or torch.addmm(bias, x, weight); of one linear layer or of several merged ones
+Before: F.linear(x, weight, bias), or paged_attn.linear or .add_norm_linear, or torch.addmm(bias, x, weight); of one linear layer or of
+        several merged ones
 After:  paged_attn.lora(that, x, a, b, scales, slots, rows), whose a, b, scales and slots are new inputs of the graph; or, where a may be
         further rows of the weight, the product with all of them and paged_attn.lora_up(that, b, scales, slots, rows)
 Left alone: weights that several linear layers share, and rows that are neither the step's tokens nor those whose logits are wanted. An
@@ -20,6 +21,7 @@ from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.attn_ops.ops.linears.lora import LORA, LORA_UP
 from paged_attn.attn_ops.specs.lora import LoraPart, LoraSite
 from paged_attn.passes.fx.graph_tools import LINEARS, arguments_of, call_of_value, shape_of, symbol, value_of
+from paged_attn.passes.optimize.linears.add_norm import separate_norms
 from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.optimize.linears.mergeable_weights import ALIGNMENT
 
@@ -46,6 +48,7 @@ def insert_lora(
         The sites, and the weights and biases that must have spare rows, as merges of one or several. The graph has more inputs at its end:
         slots [T] and [N] int32 of the rows and of the rows of logits, then each site's a (unless the weight has room for it), b and scales.
     """
+    separate_norms(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     rooms = _rooms(placeholders, merges)
     owned = {placeholder: _parts(rooms.get(placeholder), modules) for placeholder in placeholders}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, RequestColumns
@@ -70,6 +70,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 4)), max_size=REQU
 
 
 @pytest.mark.parametrize("block", [16, fetch.BLOCK])
+@settings(deadline=None)  # a first launch compiles
 @given(lengths=DECODES, more=st.integers(0, 3), num_groups=st.integers(1, 3), unknown=st.lists(st.integers(0, REQUESTS)))
 def test_decode_steps(block: int, lengths: Any, more: int, num_groups: int, unknown: list[int]) -> None:
     """In many programs as in one, with dummies, into rows of the tables that keep what is in other columns."""
@@ -83,6 +84,7 @@ def test_decode_steps(block: int, lengths: Any, more: int, num_groups: int, unkn
     same(steps[0], steps[1], TOKENS)
 
 
+@settings(deadline=None)  # a first launch compiles
 @given(lengths=STEPS, num_groups=st.integers(1, 3), unknown=st.lists(st.integers(0, REQUESTS)))
 def test_any_steps(lengths: Any, num_groups: int, unknown: list[int]) -> None:
     steps = [
