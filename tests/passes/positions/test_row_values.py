@@ -48,9 +48,8 @@ def filled(q: Tensor) -> Tensor:
     return q + table
 
 
-def longer_table(q: Tensor) -> Tensor:
-    """As Qwen-7B's rotary table, which is made for twice as many tokens as the call has."""
-    return (torch.outer(torch.arange(max(2 * q.shape[2], 16)).float(), torch.tensor([1.0, 0.5, 0.25, 0.125]))).cos().repeat(1, 2)
+def longer_table(rows: int) -> Tensor:
+    return (torch.outer(torch.arange(rows).float(), torch.tensor([1.0, 0.5, 0.25, 0.125]))).cos().repeat(1, 2)
 
 
 POSITIONS: dict[str, tuple[Change, int]] = {
@@ -73,7 +72,8 @@ POSITIONS: dict[str, tuple[Change, int]] = {
     "rows of a table by narrow": (lambda q: q + 3 * TABLE.narrow(0, 1, q.shape[2]), 1),
     "rows of a table of many dimensions": (lambda q: q + 3 * TABLE[None, None, :, :4][:, :, : q.shape[2]].repeat(1, 1, 1, 2), 1),
     "rows of a table of positions": (lambda q: q + 3 * F.embedding(NUMBERS[: q.shape[2]], TABLE), 1),
-    "rows of a table that is made longer": (lambda q: q + longer_table(q)[: q.shape[2]][-q.shape[2] :], 1),
+    "rows of a table of twice the tokens": (lambda q: q + longer_table(max(2 * q.shape[2], 16))[: q.shape[2]][-q.shape[2] :], 1),  # Qwen-7B
+    "rows of a table of the longest call": (lambda q: q + longer_table(max(q.shape[2], 77))[: q.shape[2]], 1),  # OpenELM
     "from 0 by name": (lambda q: q * torch.arange(0, q.shape[2])[:, None] * 0.1, 1),
 }
 
@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "from the end": (lambda q: q * torch.arange(q.shape[2]).flip(0)[:, None], "or on other rows besides its own"),
     "a softmax over the row": (lambda q: q + torch.arange(q.shape[2]).float().softmax(0)[:, None], "or on other rows"),
     "changed in place": (lambda q: q * torch.arange(q.shape[2]).add_(1)[:, None], "or on other rows"),
-    "from the end of a longer table": (lambda q: q + longer_table(q)[-q.shape[2] :], "or on other rows besides its own"),
+    "from the end of a longer table": (lambda q: q + longer_table(2 * q.shape[2])[-q.shape[2] :], "or on other rows besides its own"),
     "random": (lambda q: q * torch.rand(q.shape[2], 1), "differs from row to row"),
     "the length in every row": (lambda q: q * torch.full((q.shape[2], 1), 1.0 * q.shape[2]), "or with that number"),
     "the logarithm of the length": (lambda q: q * torch.tensor(1.0 * q.shape[2]).log(), "depend on the number of tokens"),
