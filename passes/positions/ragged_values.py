@@ -46,10 +46,10 @@ def use_positions_for_row_values(
     harmless: set[tuple[fx.Node, ...]] = set()
     _check_written(shared, data)
     _check_scaled(data, form)
-    for user in list(graph.nodes):
-        if user not in data and user.op != "output":
+    for reader in list(graph.nodes):
+        if reader not in data and reader.op != "output":
             continue
-        for value in read_inputs(user):
+        for user, value in (_as_traced(reader, each) for each in read_inputs(reader) if each not in data):
             if value in data or not isinstance(value_of(value), Tensor) or value.op == "placeholder" or picks_rows(user, value, form):
                 continue
             sliced = (value, *ancestors(value, user, writers=shared.writers, through_shapes=False))
@@ -67,6 +67,13 @@ def use_positions_for_row_values(
                 work.check_farther()
             user.replace_input_with(value, replaced[sliced])
     return len(replaced)
+
+
+def _as_traced(user: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """An op's operand before it was brought into the op's layout by nodes without example values, and the first of these."""
+    while value_of(value) is None and value.op == "call_function" and (sources := read_inputs(value)):
+        user, value = value, sources[0]
+    return user, value
 
 
 def _counts_tokens(nodes: tuple[fx.Node, ...], form: CallForm) -> bool:

@@ -34,7 +34,7 @@ def replace_attention(
     graph = site.node.graph
     with graph.inserting_before(site.node):
         query, keys, values = (operand(each, pool_dtype) for each in (as_received(site.query, spec.num_q_heads), key, value))
-        tokens, output = tokens_and_output(site.query, query, spec.num_q_heads, spec.v_head_dim)
+        tokens, output = tokens_and_output(query, spec.num_q_heads, spec.v_head_dim)
         extra = _extra_operands(graph, proof, layer_id)
         if spec.gives_lse:
             extra["lse_out"] = graph.call_function(aten.new_empty.default, (query, [tokens, spec.num_q_heads]), {"dtype": torch.float32})
@@ -50,9 +50,9 @@ def operand(source: KVSource, dtype: torch.dtype) -> fx.Node:
     return converted(head_rows(source), value_of(source.base).dtype, dtype)
 
 
-def tokens_and_output(received: fx.Node, query: fx.Node, num_heads: int, width: int) -> tuple[fx.Node, fx.Node]:
-    """The number of tokens of a query as attention receives it, and an empty output [T, heads, width] like the op's operand `query`."""
-    tokens = query.graph.call_function(aten.sym_size.int, (received, 2))
+def tokens_and_output(query: fx.Node, num_heads: int, width: int) -> tuple[fx.Node, fx.Node]:
+    """The number of tokens of an op's operand `query` [T, heads, dim], and an empty output [T, heads, width] like it."""
+    tokens = query.graph.call_function(aten.sym_size.int, (query, 0))
     return tokens, query.graph.call_function(aten.new_empty.default, (query, [tokens, num_heads, width]))
 
 

@@ -36,6 +36,6 @@ def replace_dual_chunk(
     with graph.inserting_before(site.node):
         sources = (*(as_received(queries[place], spec.num_q_heads) for place in proof.order), key, value)
         operands = [operand(each, dtype) for each in sources]
-        _, output = tokens_and_output(queries[0], operands[0], spec.num_q_heads, spec.v_head_dim)
+        _, output = tokens_and_output(operands[0], spec.num_q_heads, spec.v_head_dim)
         op = graph.call_function(DUAL_CHUNK_ATTENTION, (*operands, output, layer_id))
     return spec, op, use_output(site, output, [*operands, op], dtype)

@@ -52,7 +52,7 @@ def replace_latent(
         query = _columns(operand(as_received(site.query, heads), pool_dtype), latent, int(shape_of(site.query)[3]))
         row = _row(found.latent, found.rank, pool_dtype)
         rotated = None if found.rotated is None else _row(found.rotated, found.num_rotated, pool_dtype)
-        _, output = tokens_and_output(site.query, query, heads, maps.value_dim)
+        _, output = tokens_and_output(query, heads, maps.value_dim)
         weight_k, weight_v = _weight(latent, maps.keys, heads, key_dim), _weight(latent, maps.values, heads, maps.value_dim)
         extra = {} if maps.bias is None else {"bias": _bias(latent, maps.bias, heads)}
         op = graph.call_function(LATENT_ATTENTION, (query, row, rotated, weight_k, weight_v, output, layer_id), dict[str, Argument](extra))

@@ -74,6 +74,7 @@ POSITIONS: dict[str, tuple[Change, int]] = {
     "rows of a table of positions": (lambda q: q + 3 * F.embedding(NUMBERS[: q.shape[2]], TABLE), 1),
     "rows of a table of twice the tokens": (lambda q: q + longer_table(max(2 * q.shape[2], 16))[: q.shape[2]][-q.shape[2] :], 1),  # Qwen-7B
     "rows of a table of the longest call": (lambda q: q + longer_table(max(q.shape[2], 77))[: q.shape[2]], 1),  # OpenELM
+    "the queries": (lambda q: 3 * F.embedding(torch.arange(q.shape[2]), TABLE).expand(1, 4, -1, -1), 1),  # PanGu's last layer
     "from 0 by name": (lambda q: q * torch.arange(0, q.shape[2])[:, None] * 0.1, 1),
 }
 
