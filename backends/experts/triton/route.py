@@ -31,6 +31,6 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, dtype: torch.dt
             EXPERTS=experts, TOP_K=routing.top_k, K=triton.next_power_of_2(routing.top_k), GROUPS=routing.groups, G=groups, S=size,
             TOP_GROUPS=routing.top_groups, GROUP_BEST=routing.group_best, SCORE=routing.score, AFTER=routing.after,
             RENORMALISE=routing.renormalise, HAS_BIAS=bias is not None, ROUNDED=routing.rounded,
-            num_warps=1 if groups * size <= 256 else 4, **early_start(logits.device),
+            num_warps=1 if groups * size <= 512 else 4, **early_start(logits.device),
         )  # fmt: skip
     return weights, ids

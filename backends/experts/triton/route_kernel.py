@@ -7,7 +7,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # lowest finite float32
+LEAST = tl.constexpr(-(1 << 63))  # of 64 bits
+
+
+@triton.jit
+def _scored(logit, most, total, SCORE: tl.constexpr, ROUNDED: tl.constexpr, DTYPE: tl.constexpr):
+    """Scores of logits; `most` and `total` are those of the softmax."""
+    if SCORE == "softmax":
+        logit = tl.exp(logit - most) / total
+    elif SCORE == "sigmoid":
+        logit = 1.0 / (1.0 + tl.exp(-logit))
+    return logit.to(DTYPE).to(tl.float32) if ROUNDED else logit
 
 
 @triton.jit
@@ -27,13 +37,9 @@ def route_kernel(
     expert = group[:, None] * size + within[None, :]
     real = (group < GROUPS)[:, None] & (within < size)[None, :]
     score = tl.load(logits + token * row_stride + expert, mask=real, other=float("-inf")).to(tl.float32)
-    if SCORE == "softmax":
-        score = tl.exp(score - tl.max(tl.max(score, 1), 0))
-        score = score / tl.sum(tl.sum(score, 1), 0)
-    elif SCORE == "sigmoid":
-        score = 1.0 / (1.0 + tl.exp(-score))
-    if ROUNDED:
-        score = score.to(logits.dtype.element_ty).to(tl.float32)
+    most = tl.max(tl.max(score, 1), 0) if SCORE == "softmax" else 0.0
+    total = tl.sum(tl.sum(tl.exp(score - most), 1), 0) if SCORE == "softmax" else 1.0
+    score = _scored(score, most, total, SCORE, ROUNDED, logits.dtype.element_ty)
     choice = score
     if HAS_BIAS:
         choice += tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)
@@ -54,18 +60,21 @@ def route_kernel(
             taken = tl.where(group == best_group, 1, taken)
             worth = tl.where(group == best_group, float("-inf"), worth)
         choice = tl.where(real & (taken == 0)[:, None], hidden, choice)
-    finite = tl.maximum(choice, LOWEST, propagate_nan=tl.PropagateNan.ALL)  # chosen scores become -inf, below all remaining ones
-    choice = tl.where(real, finite, float("-inf"))
-    flat, scores = tl.reshape(choice, [G * S]), tl.reshape(score, [G * S])
-    every = tl.arange(0, G * S)
+    # One number holds a choice and, below it, its place from the end: the largest is the first of the largest choices.
+    bits = (choice + 0.0).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    every = group[:, None] * S + within[None, :]
+    keys = tl.reshape(tl.where(real, (ordered << 32) + (G * S - every), LEAST), [G * S])
     k = tl.arange(0, K)
-    chosen, weight = tl.zeros([K], tl.int32), tl.zeros([K], tl.float32)
+    chosen = tl.zeros([K], tl.int32)
     for j in tl.static_range(TOP_K):
-        at = tl.argmax(flat, 0)
-        chosen = tl.where(k == j, at, chosen)
-        weight = tl.where(k == j, tl.sum(tl.where(every == at, scores, 0.0), 0), weight)
-        flat = tl.where(every == at, float("-inf"), flat)
+        best = tl.max(keys, 0)
+        chosen = tl.where(k == j, G * S - (best & 0x7FFFFFFF).to(tl.int32), chosen)
+        keys = tl.where(keys == best, LEAST, keys)
+    chosen = tl.minimum(chosen // S * size + tl.minimum(chosen % S, size - 1), EXPERTS - 1)
     own = k < TOP_K
+    weight = tl.load(logits + token * row_stride + chosen, mask=own, other=0.0).to(tl.float32)
+    weight = _scored(weight, most, total, SCORE, ROUNDED, logits.dtype.element_ty)
     if AFTER == "softmax":
         weight = tl.where(own, tl.exp(weight - tl.max(tl.where(own, weight, float("-inf")), 0)), 0.0)
         weight = weight / tl.sum(weight, 0)
@@ -73,7 +82,5 @@ def route_kernel(
         weight = 1.0 / (1.0 + tl.exp(-weight))
     if RENORMALISE:
         weight = weight / (tl.sum(tl.where(own, weight, 0.0), 0) + eps)
-    # A row of only NaN gets some valid expert.
-    chosen = tl.minimum(chosen // S * size + tl.minimum(chosen % S, size - 1), EXPERTS - 1)
     tl.store(weights + token * TOP_K + k, (weight * scale).to(weights.dtype.element_ty), mask=own)
     tl.store(ids + token * TOP_K + k, chosen.to(ids.dtype.element_ty), mask=own)
