@@ -25,6 +25,7 @@ from paged_attn.passes.optimize.linears.add_norm import fuse_add_norm
 from paged_attn.passes.optimize.linears.float32_products import use_linear_float32
 from paged_attn.passes.optimize.linears.gemv import use_gemv
 from paged_attn.passes.optimize.linears.merge import merge_linears
+from paged_attn.passes.optimize.linears.merge_rotations import merge_rotations
 from paged_attn.passes.optimize.logits_gather import gather_logits_early
 from paged_attn.passes.optimize.routing import fuse_routing
 from paged_attn.passes.optimize.scan_operands import read_columns_in_place, read_unrepeated_heads
@@ -174,6 +175,10 @@ PASSES = (
         lambda graph, facts: fuse_routing(graph, facts.values), "{} routers are one op each",
     ),
     GraphPass("merge_linears", "one matrix product for q, k and v, one for gate and up", _merge),
+    GraphPass(
+        "merge_rotations", "one kernel for the rotations of q and k, and for whatever else two parts of a product go through alike",
+        lambda graph, facts: merge_rotations(graph), "{} pairs of parts go through the same operations as one",
+    ),
     GraphPass(
         "late_views", "parts of a product are taken where they are first used, so that no piece copies them for another",
         lambda graph, facts: make_views_late(graph), "{} views and copies are made later",
