@@ -62,7 +62,13 @@ def test_on_a_terminal_short_work_draws_nothing_and_no_means_no(llm: LLM, monkey
         llm.generate([[5, 6]], SHORT, progress=False)
         assert terminal.getvalue().strip() == ""
         llm.generate([[5, 6]], SHORT, progress=True)
-    assert made == [(False, 1.0), (True, 1.0), (False, 0.0)] and "prompts" in terminal.getvalue()
+    assert made == [(False, 1.0), (False, 0.0)] and "prompts" in terminal.getvalue()
+
+
+def test_no_bar_is_made_that_is_not_drawn(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_module, "bar", lambda **_: pytest.fail("a bar costs as much as the rest of a call"))
+    for progress_of_call in (None, False):
+        llm.generate([[5, 6]], SHORT, progress=progress_of_call)
 
 
 def test_progress_is_yes_no_or_none_and_a_wrong_one_leaves_no_request(llm: LLM) -> None:

@@ -21,15 +21,17 @@ class PointerCheck:
     def __init__(self, model: nn.Module, bound: Iterable[Tensor] = ()) -> None:
         # Trap: by address. A tensor that torch.compile bound to a buffer need not be the same object.
         known = {tensor.data_ptr() for tensor in bound if tensor.numel()}
-        self._slots: list[tuple[dict[str, Any], str]] = []
+        self._tables: list[dict[str, Any]] = []
+        self._keys: list[str] = []
         self._names: list[str] = []
         for prefix, module in model.named_modules():
             for table, chosen in ((module._parameters, None), (module._buffers, known)):
                 for name, tensor in table.items():
                     if tensor is not None and (chosen is None or tensor.data_ptr() in chosen):
-                        self._slots.append((table, name))
+                        self._tables.append(table)
+                        self._keys.append(name)
                         self._names.append(f"{prefix}.{name}" if prefix else name)
-        self._tensors: list[Tensor] = [table[name] for table, name in self._slots]
+        self._tensors: list[Tensor] = list(map(dict.__getitem__, self._tables, self._keys))
         self._pointers = [tensor.data_ptr() for tensor in self._tensors]
 
     def __len__(self) -> int:
@@ -37,7 +39,7 @@ class PointerCheck:
 
     def check(self) -> None:
         """Raises CaptureError naming the first tensor that has changed."""
-        now = [table.get(name) for table, name in self._slots]
+        now = list(map(dict.get, self._tables, self._keys))  # maps: every captured step waits for this
         if not all(map(is_, now, self._tensors)) or list(map(Tensor.data_ptr, self._tensors)) != self._pointers:
             self._refuse(now)
 

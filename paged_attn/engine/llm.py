@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from paged_attn.engine.runners.compilers import start_compilers
 from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.setting_names import OTHER_CALL, tells_names
 from paged_attn.interrupts import held_back, uninterrupted
-from paged_attn.progress import bar
+from paged_attn.progress import bar, draws
 from paged_attn.progress import progress as showing
 from paged_attn.shown import is_utf8, shown
 from paged_attn.truncation import Cut, ids_of_text
@@ -210,12 +210,12 @@ class LLM(PoolingCalls):
     def _finish(self, requests: list[Request], progress: bool | None) -> None:
         """Step until requests that were queued have ended; raises as `generate` does."""
         try:
-            with showing(progress), bar(total=len(requests), what="prompts", unit="prompt", delay=0.0 if progress else 1.0) as shown:
+            with showing(progress), _bar(len(requests), progress) if draws() else nullcontext() as shown:
                 while any(r.finish_reason is None for r in requests):
                     self._step()
                     held_back.check()
                     self._raise_errors(requests)
-                    if not shown.disable:
+                    if shown is not None:
                         _show(shown, requests)
             self._raise_errors(requests)  # another thread may have run the last step
         finally:
@@ -438,6 +438,10 @@ class LLM(PoolingCalls):
         for request in requests:
             if request.error is not None:
                 raise request.error
+
+
+def _bar(prompts: int, progress: bool | None) -> Any:
+    return bar(total=prompts, what="prompts", unit="prompt", delay=0.0 if progress else 1.0)
 
 
 def _show(shown: Any, requests: Sequence[Request]) -> None:

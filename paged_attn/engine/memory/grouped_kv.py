@@ -115,6 +115,8 @@ class GroupedKVManager(KVManager):
         assert self.tree is not None
         while True:
             match = super()._usable(match, request)
+            if not match.pages:
+                return match
             longest = int(self._can_start_after(match.pages).nonzero()[0][-1])
             if longest == len(match.pages):
                 return match

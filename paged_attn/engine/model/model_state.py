@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from operator import is_
 from typing import Any
 
@@ -169,22 +170,19 @@ class _Entries:
     def __init__(self, tables: Iterable[tuple[str, dict[Any, Any]]]) -> None:
         self._all = list(tables)
         self._tables = [table for _, table in self._all]
-        self._filled = [table for table in self._tables if table]
+        self._filled, self._empty = [table for table in self._tables if table], [table for table in self._tables if not table]
         self._values = list(self.values())
         self._before = [dict(table) for table in self._tables]
 
     def values(self) -> Iterator[Any]:
-        for table in self._filled:
-            yield from table.values()
+        return chain.from_iterable(map(dict.values, self._filled))
 
     def names(self) -> list[str]:
         return [f"{path}.{key}".lstrip(".") for path, table in self._all for key in table]
 
     def same(self) -> bool:
-        if sum(map(len, self._tables)) != len(self._values):
-            return False
-        now = [value for table in self._filled for value in table.values()]
-        return len(now) == len(self._values) and all(map(is_, now, self._values))
+        as_many = not any(self._empty) and sum(map(len, self._filled)) == len(self._values)
+        return as_many and all(map(is_, self.values(), self._values))
 
     def changed(self, is_nothing: Any = None) -> list[str]:
         """Names of those that came, went or are others, except entries that are nothing."""
@@ -206,6 +204,7 @@ class _Attributes:
         self._count = sum(map(len, self._dicts))
         slots = [(path, attributes, key) for path, attributes in owners for key in attributes if key not in _NOT_LOOKED_AT]
         self._slots = [(attributes, key) for _, attributes, key in slots]
+        self._owners_of_slots, self._keys = [attributes for attributes, _ in self._slots], [key for _, key in self._slots]
         self._names = [f"{path}.{key}".lstrip(".") for path, _, key in slots]
         self._values = [attributes[key] for attributes, key in self._slots]
         self._containers = [value for value in self._values if type(value) in (list, dict, set) and _is_plain(value)]
@@ -213,9 +212,10 @@ class _Attributes:
         self._known = {id(value): contents for value, contents in zip(self._containers, self._contents, strict=True)}
 
     def same(self) -> bool:
-        now = [attributes.get(key, _GONE) for attributes, key in self._slots]
-        count = sum(map(len, self._dicts))
-        return count == self._count and all(map(is_, now, self._values)) and _equal(self._containers, self._contents)
+        if sum(map(len, self._dicts)) != self._count:
+            return False
+        now = map(dict.get, self._owners_of_slots, self._keys, repeat(_GONE))
+        return all(map(is_, now, self._values)) and _equal(self._containers, self._contents)
 
     def changed(self) -> list[str]:
         found = []

@@ -63,6 +63,8 @@ class RunningSet:
     def by_prefix(self, requests: list[Request]) -> list[Request]:
         """These requests, with those that begin with the same pages next to each other, because kernels read such pages once. Unchanged if
         no two do."""
+        if len(requests) < 2:
+            return requests
         everyone, _ = self.in_order()
         if requests != everyone:
             return self._sorted_by_prefix(requests)

@@ -137,6 +137,8 @@ class Scheduler:
 
     def _add_decodes(self, plan: StepPlan, drained: bool) -> list[Request]:
         """Plan the running requests that need one token; returns those that need more. Only exceptions are handled one by one."""
+        if not self.running:
+            return []
         requests, indices = self.running.in_order()
         rows = self.running.rows
         cached, tokens = rows.num_cached[indices], rows.num_tokens[indices]

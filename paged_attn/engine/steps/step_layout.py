@@ -152,12 +152,14 @@ def _tokens(
     """The tokens of all requests from `starts` on, one after another; one that `is_pending` is the only one of its request."""
     if is_pending.all():
         return stand_ins
-    tokens, is_known = stand_ins.repeat(step.counts), ~is_pending
-    known: list[int] = []
+    is_known, known = ~is_pending, list[int]()
     ends = starts + step.counts
     for request, start, end in zip(
         compress(step.requests, is_known.tolist()), starts[is_known].tolist(), ends[is_known].tolist(), strict=True
     ):
         known += request.tokens[start:end]
+    if is_known.all():
+        return np.array(known, np.int64)
+    tokens = stand_ins.repeat(step.counts)
     tokens[is_known.repeat(step.counts)] = known
     return tokens
