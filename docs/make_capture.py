@@ -31,7 +31,7 @@ KINDS = {  # the first pattern that a kernel's name holds
     "RMSNorm, with the residual's addition": r"^triton_.*rsqrt",
     "SiLU and multiplication": r"^triton_.*silu",
     "RoPE of q and of k": r"^triton_.*cat_mul_neg",
-    "attention, with the KV write": r"^attend|^deal_work|[Ff]lash",
+    "attention, with the KV write": r"^attend|^deal_|[Ff]lash",
     "the most likely token": r"^best_of|ArgMax|at::native::Arg",
     "matrix products": r"^one_row|nvjet|splitKreduce|tensorop|gemv",
     "PyTorch's element-wise kernels and reductions": r"at::native",

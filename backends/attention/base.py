@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -76,6 +77,15 @@ class AttentionBackend(ABC):
 
     def plan_in_graph(self, plan: Any) -> None:  # noqa: B027 (a hook)
         """Device work of static shape, once per step after `plan`, which captured graphs may contain; nothing by default."""
+
+    def plan_groups_in_graph(self, plans: Sequence[Any], model_follows: bool = False) -> None:
+        """`plan_in_graph` of all plans of a step, one for each group of layers; backends may do it in fewer launches.
+
+        Args:
+            model_follows: the model's own kernels are launched before the first `forward`.
+        """
+        for plan in plans:
+            self.plan_in_graph(plan)
 
     def graph_support(self) -> GraphSupport:
         """Which decode steps captured graphs may contain; at most what the capabilities allow.

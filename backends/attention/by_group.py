@@ -45,8 +45,15 @@ class GroupedBackend(AttentionBackend):
         return GroupPlan(batch, [child.plan(batch.of_group(i), part) for i, (child, part) in enumerate(parts)])
 
     def plan_in_graph(self, plan: GroupPlan) -> None:
-        for child, each in zip(self.children, plan.plans, strict=True):
-            child.plan_in_graph(each)
+        self.plan_groups_in_graph([plan])
+
+    def plan_groups_in_graph(self, plans: Sequence[GroupPlan], model_follows: bool = False) -> None:
+        for plan in plans:
+            if all(child is self.children[0] for child in self.children):
+                self.children[0].plan_groups_in_graph(plan.plans, model_follows)
+            else:
+                for child, each in zip(self.children, plan.plans, strict=True):
+                    child.plan_groups_in_graph([each], model_follows)
 
     def graph_support(self) -> GraphSupport:
         return self.children[0].graph_support()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -49,21 +50,24 @@ class TritonBackend(AttentionBackend):
             import triton  # noqa: F401
         from paged_attn.backends.attention.triton.latent.launch import LatentLaunch
         from paged_attn.backends.attention.triton.launch import LayerLaunch
-        from paged_attn.backends.attention.triton.plan import Plan, small_steps
+        from paged_attn.backends.attention.triton.plan import Plan, deal_plans, small_steps
         from paged_attn.backends.attention.triton.tiling import in_hopper_kernel
         from paged_attn.backends.kv_write.launch import store_rows
         from paged_attn.backends.machine import machine_of
 
         self._small_steps, self._in_hopper_kernel, self._machine_of = small_steps, in_hopper_kernel, machine_of
-        self._make_plan, self._layer_launch, self._latent_launch, self._store_rows = Plan.of, LayerLaunch.of, LatentLaunch.of, store_rows
+        self._make_plan, self._deal_plans = Plan.of, deal_plans
+        self._layer_launch, self._latent_launch, self._store_rows = LayerLaunch.of, LatentLaunch.of, store_rows
         self._launches: WeakKeyDictionary[KVPool, dict[tuple[Any, ...], LayerLaunch | LatentLaunch]] = WeakKeyDictionary()
 
     def plan(self, batch: Batch, pool: KVPool) -> Plan:
         return self._make_plan(batch, pool, self.deterministic)
 
     def plan_in_graph(self, plan: Plan) -> None:
-        for shares in plan.shares:
-            shares.deal(plan.batch)
+        self.plan_groups_in_graph([plan])
+
+    def plan_groups_in_graph(self, plans: Sequence[Plan], model_follows: bool = False) -> None:
+        self._deal_plans(plans, model_follows)
 
     def graph_support(self) -> GraphSupport:
         """NEVER in deterministic mode: parts are cut at fixed keys, so the grid depends on the host's lengths."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -15,7 +15,7 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec, ChunkPart
 from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.triton.tiling import RowsKind, few_keys, one_block_keys, shares_keys, tiling
-from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition, partial_rows
+from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition, deal, partial_rows
 from paged_attn.backends.machine import machine_of, power_of_2
 
 
@@ -65,6 +65,24 @@ class Plan:
         workspace = torch.empty(slots * (kinds_of_layers.v_dim + 2), dtype=torch.float32, device=batch.slots.device)
         by_layer = tuple({part: by_kind[kind] for part, kind in parts.items()} for parts in kinds_of_layers.by_layer)
         return cls(batch, pool, shares, by_layer, workspace[2 * slots :], workspace[: 2 * slots])
+
+
+def deal_plans(plans: Sequence[Plan], model_follows: bool) -> None:
+    """Divides the work of a step on the device, given a plan for each group of layers. Groups whose layers are of one kind share its
+    partition, if that does not depend on their page tables.
+
+    Args:
+        model_follows: other kernels are launched before the first attention.
+    """
+    shared: dict[PartitionKind, WorkPartition] = {}
+    dealt: list[tuple[WorkPartition, Batch]] = []
+    for plan in plans:
+        for index, each in enumerate(plan.shares):
+            if each.kind.one_tile and (known := shared.setdefault(each.kind, each)) is not each:
+                plan.shares[index] = known
+            else:
+                dealt.append((each, plan.batch))
+    deal([each for each, _ in dealt], [batch for _, batch in dealt], model_follows)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How the work of one kind of layer in one step is divided: sizes and buffers on the host, two small launches on the device."""
+"""How the work of one kind of layer in one step is divided: sizes and buffers on the host, one or two small launches on the device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.triton.deal_kernel import deal_decodes
 from paged_attn.backends.attention.triton.plan_kernels import WORK_COLUMNS, count_units, deal_work
 from paged_attn.backends.attention.triton.tiling import RowsKind, Tiling
 from paged_attn.backends.attention.triton.together.plan_kernels import count_together
 from paged_attn.backends.fast_launch import FastKernel, device_index
-from paged_attn.backends.machine import power_of_2
+from paged_attn.backends.machine import early_start, power_of_2
 
 _count, _count_shared, _deal = FastKernel(count_units), FastKernel(count_together), FastKernel(deal_work)
+_deal_decodes = FastKernel(deal_decodes)
+NO_WINDOW = 1 << 30  # longer than any request
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ class PartitionKind:
         """
         block, parts = self.tiling.block_n, self.tiling.part_blocks
         return {"one": 0, "together": 0, "more": block, "all": block * parts}[self.rows]
+
+    @property
+    def one_tile(self) -> bool:
+        """Whether each request has one tile, so that `deal_decodes` divides the work."""
+        return self.rows == "one" and self.group <= self.tiling.block_m and not self.tiling.part_blocks
 
     @property
     def members(self) -> int:
@@ -104,8 +112,8 @@ class WorkPartition:
             kind, requests, programs, tiles * kind.kv_heads, most_tiles.bit_length(), units, tile_ends, work, counters, ends, constants
         )
 
-    def deal(self, batch: Batch) -> None:
-        """Launches the two planning kernels."""
+    def _deal_tiles(self, batch: Batch) -> None:
+        """Counts blocks, then deals them."""
         kind, requests, device = self.kind, self.requests, device_index(batch.slots.device)
         window, chunk = kind.window or 0, kind.chunk or 0
         if kind.rows == "together":
@@ -129,9 +137,48 @@ class WorkPartition:
             self.constants | {"KV_HEADS": kind.kv_heads, "BLOCK_P": 16, "BLOCK_R": block_r},
             {"num_warps": 4}, device,
         )  # fmt: skip
-        if kind.tiling.early and kind.tiling.first_block_early:
-            # Such a kernel reads `work` before it waits for what was launched last, which therefore must not be the kernel above.
-            self.counters.zero_()
+
+    def _for_decodes(self) -> tuple[Tensor | int, ...]:
+        """What `deal_decodes` wants to know of a kind."""
+        kind, tiling = self.kind, self.kind.tiling
+        window = NO_WINDOW if kind.window is None else kind.window
+        return self.work, self.counters, self.programs, window, kind.chunk or 0, tiling.block_n, tiling.item_cost, kind.kv_heads
+
+
+def deal(partitions: Sequence[WorkPartition], batches: Sequence[Batch], model_follows: bool = False) -> None:
+    """Launches the planning kernels of a step: one for every two kinds of layers with one tile a request, two for every other kind.
+
+    Args:
+        batches: of each partition: the step as its group of layers sees it.
+        model_follows: other kernels are launched before the first attention.
+    """
+    pairs: list[list[WorkPartition]] = []
+    for partition, batch in zip(partitions, batches, strict=True):
+        if not partition.kind.one_tile:
+            partition._deal_tiles(batch)
+        elif pairs and len(pairs[-1]) == 1 and pairs[-1][0].kind.chunks == partition.kind.chunks:
+            pairs[-1].append(partition)
+        else:
+            pairs.append([partition])
+    for pair in pairs:
+        _deal_pair(pair, batches[0])
+    if not model_follows and any(each.kind.tiling.early and each.kind.tiling.first_block_early for each in partitions):
+        # Such a kernel reads `work` before it waits for what was launched last, which therefore must not be a kernel above.
+        partitions[0].counters.zero_()
+
+
+def _deal_pair(pair: Sequence[WorkPartition], batch: Batch) -> None:
+    first, last, device = pair[0], pair[-1], batch.slots.device
+    requests, programs = first.requests, max(each.programs for each in pair)
+    block_r = 16 if requests <= 16 else 256  # only two kernels to compile
+    options = early_start(device)
+    early = options.pop("EARLY")
+    _deal_decodes(
+        (first.kind.chunks, block_r, early), (_ceil(programs + 1, 16), len(pair)),
+        (batch.seq_lens, batch.query_start, requests, *first._for_decodes(), *last._for_decodes()),
+        {"CHUNKS": first.kind.chunks, "BLOCK_P": 16, "BLOCK_R": block_r, "EARLY": early},
+        {"num_warps": 1 if block_r == 16 else 4, **options}, device_index(device),
+    )  # fmt: skip
 
 
 def num_parts(kind: PartitionKind, seq_lens: Sequence[int], query_lens: Sequence[int]) -> int:

@@ -148,7 +148,7 @@ class CaptureSpecs:
         plan, ops = backend.plan(planned, self.pool), split_ops() - INSIDE_FULL_GRAPHS
 
         def run() -> Any:
-            backend.plan_in_graph(plan)
+            backend.plan_groups_in_graph([plan], model_follows=True)
             return forward(self.runner, batch, self.greedy_in_graph, self.future_tokens)
 
         with ForwardContext(batch, self.pool, backend, self.recurrent, plan):

@@ -143,7 +143,7 @@ def test_head_dims_that_are_no_power_of_two(head_dim):
 def test_the_dealt_shares_cover_all_blocks_once(lengths, feature, multiprocessors, deterministic, item_cost):
     """Walk the programs' shares on the host and count the blocks of every (request, head, tile)."""
     from paged_attn.backends.attention.triton.plan import Plan
-    from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition
+    from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition, deal
 
     spec = replace(spec_of("chunk"), chunk_part=feature) if feature in ("successive", "inter") else spec_of(feature)
     case = make(lengths, spec, page_size=4)
@@ -155,7 +155,7 @@ def test_the_dealt_shares_cover_all_blocks_once(lengths, feature, multiprocessor
         tiles = Tiling(16, 16, 4, 2, 2, 2, part_blocks=2 if deterministic else 0, item_cost=item_cost)
         kind = PartitionKind.of(case.spec, rows, tiles)
         shares = WorkPartition.allocate(kind, case.batch, multiprocessors, case.batch.num_requests)
-        shares.deal(case.batch)
+        deal([shares], [case.batch])
         assert not shares.counters[: 2 * shares.programs].any()
         covered = walk(shares, case, lengths)
         assert covered == expected_blocks(kind, lengths, chosen), (rows, covered)
