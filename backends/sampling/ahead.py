@@ -1,4 +1,4 @@
-"""Asks for the kernels of this room before a request needs them: some sixty, each compiled in about a second.
+"""Asks for the kernels of this room, and those that deliver tokens, before a request needs them: some sixty, a second each.
 
 Nothing waits for them but a request that comes before its own are there. Without this, an engine's first sampled request would hold all
 others up while its kernels were compiled one after the other. With few processors that takes a minute, beside the engine's own work.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.backends.compiling.compile_ahead import compiling_ahead
+from paged_attn.backends.host_memory.deliver import deliver
 from paged_attn.backends.sampling import edits
 from paged_attn.backends.sampling.greedy import greedy_sample
 from paged_attn.backends.sampling.logprobs import score_rows
@@ -30,6 +31,7 @@ def ask_for_kernels(vocabulary: int, dtype: torch.dtype, device: torch.device) -
         edits.penalise(scores, ids, counts, ids, (number, number, number))
         edits.forbid(scores, ids, masks)
         score_rows(logits, ids, ids, min(KEPT, vocabulary))
+        deliver([ids, number], [ids, number])
         _sample(scores)
 
 

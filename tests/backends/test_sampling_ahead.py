@@ -8,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from paged_attn.backends.host_memory.deliver import deliver
 from paged_attn.backends.sampling import edits
 from paged_attn.backends.sampling.ahead import ask_for_kernels
 from paged_attn.backends.sampling.greedy import greedy_sample
@@ -37,5 +38,6 @@ def test_nothing_is_launched_that_was_not_asked_for(vocabulary: int, dtype: torc
             score_rows(logits.to(dtype), rows, best, keep)
         penalties = (torch.ones(3), torch.zeros(3), torch.zeros(3))
         edits.penalise(logits, rows, torch.zeros(8, vocabulary, dtype=torch.int32), rows, penalties)
+        deliver([best, penalties[0]], [best.clone(), penalties[0].clone()])
         edits.forbid(logits, rows, torch.zeros(3, -(-vocabulary // 32), dtype=torch.int32))
-    assert len({variant[0] for variant in found.launched}) == 10 and not found.missing, found.missing  # type: ignore[index]
+    assert len({variant[0] for variant in found.launched}) == 11 and not found.missing, found.missing  # type: ignore[index]

@@ -22,6 +22,7 @@ from paged_attn.backends.attention.triton.tiling import Tiling
 from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition, deal
 from tests.backends.problems import make, spec_of
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FEATURES = ["plain", "window", "bidirectional", "chunk", "window_chunk", "successive", "inter", "gqa_7"]
 LENGTHS = st.lists(st.tuples(st.integers(0, 60), st.sampled_from([1, 1, 1, 3])), min_size=1, max_size=20)
 
@@ -42,7 +43,7 @@ def test_one_launch_deals_what_two_deal(lengths: Any, features: list[str], costs
     """Kinds of their own numbers of programs, in pairs where their chunks allow it; also beside prompts."""
     if not any(new == 1 for _, new in lengths):
         lengths = [*lengths, (7, 1)]
-    batch = make(lengths, spec_of("plain"), page_size=4).batch
+    batch = make(lengths, spec_of("plain"), page_size=4).to(DEVICE).batch
     kinds = [kind_of(feature, cost, 8 << (cost & 1)) for feature, cost in zip(features, costs, strict=False)]
     assert all(kind.one_tile for kind in kinds)
 
