@@ -81,7 +81,11 @@ class ForwardContext:
     The plan is made on entry, unless `plan` was made before (for a captured graph, which contains its device work). Inside, gradients are
     off and the pool's device is current. Contexts nest (a draft model inside a target's step), and are restored even after exceptions.
 
+    Args:
+        plans_late: plans are made when an op first reads them, so that the device has the work before it meanwhile.
+
     Attributes:
+        plan, recurrent_plan: of the backend and of `recurrent`; None outside the context.
         rewritten: a compiled model runs its rewritten graph instead of the traced one.
         ran: one of our ops or compiled graphs has run in it.
         must_run: leaving the context before that raises ContextError.
@@ -89,15 +93,17 @@ class ForwardContext:
 
     rewritten, ran, must_run = True, False, False
 
-    def __init__(self, batch: Batch, pool: KVPool, backend: Backend, recurrent: Recurrent | None = None, plan: Any = None) -> None:
+    def __init__(
+        self, batch: Batch, pool: KVPool, backend: Backend, recurrent: Recurrent | None = None, plan: Any = None, plans_late: bool = False
+    ) -> None:
         if batch.page_size != pool.page_size:
             raise ContextError(
                 f"the batch has pages of {batch.page_size} tokens, the pool of {pool.page_size}; "
                 f"build the batch with page_size={pool.page_size}"
             )
         self.batch, self.pool, self.backend, self.recurrent = batch, pool, backend, recurrent
-        self.plan = plan
-        self.recurrent_plan: Any = None
+        self._plan, self._recurrent_plan, self._plans_late = plan, None, plans_late
+        self._plan_is_due = self._recurrent_plan_is_due = False
         self.latent_plan: Any = None  # made by the first latent layer of the step
         self._entered = False
         self._gradients = True
@@ -108,6 +114,21 @@ class ForwardContext:
     def layers(self) -> Sequence[AttentionSpec]:
         return self.pool.layers
 
+    @property
+    def plan(self) -> Any:
+        if self._plan_is_due:
+            self._plan_is_due = False
+            self._plan = self.backend.plan(self.batch, self.pool)
+            self.backend.plan_in_graph(self._plan)
+        return self._plan
+
+    @property
+    def recurrent_plan(self) -> Any:
+        if self._recurrent_plan_is_due and self.recurrent is not None:
+            self._recurrent_plan_is_due = False
+            self._recurrent_plan = self.recurrent.plan(self.batch)
+        return self._recurrent_plan
+
     def __enter__(self) -> ForwardContext:
         with self._guard:
             if self._entered:
@@ -117,10 +138,9 @@ class ForwardContext:
             self._entered = True
         with ExitStack() as undo:
             undo.enter_context(current_device(self.pool.device))
-            if self.plan is None:
-                self.plan = self.backend.plan(self.batch, self.pool)
-                self.backend.plan_in_graph(self.plan)
-            self.recurrent_plan = None if self.recurrent is None else self.recurrent.plan(self.batch)
+            self._plan_is_due, self._recurrent_plan_is_due = self._plan is None, True
+            if not self._plans_late:
+                _ = self.plan, self.recurrent_plan  # makes them
             self._undo = undo.pop_all()
         self._gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
@@ -138,7 +158,8 @@ class ForwardContext:
         stack.pop()
         torch.set_grad_enabled(self._gradients)
         self._undo.close()
-        self.plan = self.recurrent_plan = self.latent_plan = None
+        self._plan = self._recurrent_plan = self.latent_plan = None
+        self._plan_is_due = self._recurrent_plan_is_due = False
         if self.must_run and kind is None and not self.ran:
             raise ContextError(
                 "nothing ran on pages in this forward context: the model was not compiled with backend='paged_attn' or patched, or "

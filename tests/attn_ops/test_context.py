@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -64,6 +65,40 @@ def test_inside_it_is_current_and_planned():
         assert made.plan is not None
         assert made.layers == (SPEC,)
     assert made.plan is None
+
+
+class Counted(TorchNativeBackend):
+    """Counts its plans, and what is launched for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.done = []
+
+    def plan(self, batch, pool):
+        self.done.append("plan")
+        return super().plan(batch, pool)
+
+    def plan_in_graph(self, plan):
+        self.done.append("launches")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_late_plans_are_made_once_when_they_are_read(late):
+    plain = context(backend=(backend := Counted()))
+    made = ForwardContext(plain.batch, plain.pool, backend, recurrent := mock.Mock(), plans_late=late)
+    with made:
+        assert bool(backend.done) is bool(recurrent.plan.called) is not late
+        assert made.plan is made.plan is not None and made.recurrent_plan is made.recurrent_plan is recurrent.plan.return_value
+        assert backend.done == ["plan", "launches"]
+        recurrent.plan.assert_called_once_with(plain.batch)
+    assert made.plan is made.recurrent_plan is None and backend.done == ["plan", "launches"]
+
+
+def test_a_late_plan_that_nothing_reads_is_never_made():
+    plain = context(backend=(backend := Counted()))
+    with ForwardContext(plain.batch, plain.pool, backend, plans_late=True):
+        pass
+    assert not backend.done
 
 
 def test_contexts_nest():

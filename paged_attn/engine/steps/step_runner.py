@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, RequestColumns
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, ForwardMode, RequestColumns
 from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS, StepBuffers
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import CaptureError, UnsupportedError
@@ -222,7 +222,8 @@ class StepRunner:
                 segments.replay()
                 output: Output = segments.output
                 return output
-        with ForwardContext(batch, self.pool, backend, self.recurrent, plan):
+        late = plan is None and batch.mode is not ForwardMode.DECODE  # a decode step's is not launched right before: TritonBackend.forward
+        with ForwardContext(batch, self.pool, backend, self.recurrent, plan, plans_late=late):
             segments.replay()
         output = segments.output
         return output

@@ -21,7 +21,7 @@ from paged_attn.engine.engine import Engine
 from paged_attn.engine.steps.capture_specs import CaptureSpecs
 from paged_attn.engine.steps.future_tokens import FutureTokens
 from tests.capture.fixed_backend import SHORT, FixedBackend
-from tests.capture.tape import TapeRecorder
+from tests.capture.tape import Tape, TapeRecorder
 from tests.engine.models import assert_idle, one_capture, oracle, random_prompts, run_all, tiny
 from tests.oracle import greedy
 from tests.recurrent_models import recurrent
@@ -159,6 +159,19 @@ def test_a_graph_of_another_variant_is_no_substitute() -> None:
     modes = modes_of(engine)
     assert tokens_of(engine, [PROMPTS[2]]) == [oracle(PROMPTS[2])]
     assert modes == ["piecewise"] + ["full"] * (SHORT - 3) + ["piecewise"] * (len(modes) - 1 - (SHORT - 3))
+
+
+def test_a_prompts_attention_is_planned_behind_the_first_piece_and_a_decode_steps_before() -> None:
+    order, replay = list[str](), Tape.replay
+    with mock.patch.object(Tape, "replay", lambda tape: (order.append("piece"), replay(tape))[1]):
+        engine = captured_engine(fixed=False)
+    backend, runner = engine.selection.backend, engine.step_runner
+    plan, run = backend.plan, runner.run
+    backend.plan = lambda *given: (order.append("plan"), plan(*given))[1]  # type: ignore[method-assign]
+    runner.run = lambda step: (order.append(step.batch.mode.value), run(step))[1]  # type: ignore[method-assign]
+    assert tokens_of(engine, [PROMPTS[3]]) == [oracle(PROMPTS[3])]
+    steps = [order[at : at + 3] for at, what in enumerate(order) if what in ("extend", "decode")]
+    assert steps == [["extend", "piece", "plan"], *[["decode", "plan", "piece"]] * 11]
 
 
 def test_a_backend_that_can_not_be_captured_runs_decode_in_pieces() -> None:
