@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
+from paged_attn.attn_ops.errors import UnsupportedModule
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.passes.find.attention_site import AttentionSite
 from paged_attn.passes.fx.call_form import CallForm, ReadValues
@@ -48,6 +49,7 @@ class Rewrite:
     gm: fx.GraphModule | None = None
     layers: list[LayerReport] = field(default_factory=list)
     not_paged: str = ""
+    refused: UnsupportedModule | None = None  # the module that makes it none, which may run on all tokens of a request
     mixes: MixesRows | None = None  # what mixes tokens; `gm` is None then, unless only a far position affects other tokens
     seconds: dict[str, float] = field(default_factory=dict)
     nodes_before: int = 0

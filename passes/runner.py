@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from paged_attn.attn_ops.errors import UnsupportedModule
 from paged_attn.passes.fx.call_form import CallNotPaged, ReadValues, find_call_form
 from paged_attn.passes.fx.graph_tools import copy_graph_module, same_values, written_names
 from paged_attn.passes.optimize.dense_experts import ChooseExperts
@@ -58,6 +59,8 @@ def rewrite(
         _run_passes(copied.graph, facts, optional)
     except CallNotPaged as reason:
         result.not_paged = result.not_paged or str(reason)
+        if isinstance(reason.__cause__, UnsupportedModule):
+            result.refused = reason.__cause__
         result.layers.clear()
         return result
     copied.graph.lint()

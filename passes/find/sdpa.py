@@ -55,7 +55,10 @@ def _site(node: fx.Node, form: CallForm) -> AttentionSite:
             "or a cache (prefix tuning, a null or zero key) and have no place in pages. LLM(model) runs a module that brings its own keys "
             "unchanged, on all tokens; otherwise run the model without paged_attn."
         )
-        raise UnknownAttention(module_path(node), words) if form.positions is not None else CallNotPaged(words)
+        unknown = UnknownAttention(module_path(node), words)
+        if form.positions is not None:
+            raise unknown
+        raise CallNotPaged(words) from unknown
     if lengths[0] != lengths[1]:
         raise CallNotPaged(
             f"{where}: {shapes[0][-2]} queries attend to {shapes[1][-2]} keys, so the call brings a cache or another sequence of its own"

@@ -101,6 +101,7 @@ def _capture_with_workarounds(
         try:
             with workarounds.applied():
                 compiled, args = _capture_all_lengths(model, options, positions)
+            if (refused := compiled.rewrite.refused) is None or not workarounds.add_for(refused):
                 compiled.rewrite.as_written = workarounds.experts_as_written(compiled.rewrite)
                 return compiled, args
         except UnsupportedError as refusal:

@@ -136,11 +136,10 @@ def test_a_bias_that_was_kept_for_a_short_call_grows_again(length: int) -> None:
     assert rows < max(length, 10) + 8, "what the self-check called it for does not stay in the model"
 
 
-def test_positions_by_what_can_not_be_captured_are_refused_with_the_place() -> None:
-    words = r"net\.attn_layers.* is made from the number of tokens and depends on the number of tokens"
-    with pytest.raises(UnsupportedError, match=words) as told:
-        LLM(Tokens(**ROTARY, rotary_xpos=True).eval(), num_pages=20)
-    assert "compile=False" not in str(told.value)  # which takes no plain module
+def test_factors_by_the_number_of_tokens_that_cancel() -> None:
+    """xPos divides keys and multiplies queries by powers that count from the middle of a call, so that no batch could hold its keys."""
+    model = Tokens(**ROTARY, rotary_xpos=True).eval()
+    assert_serves(model, [greedy_loop(copy.deepcopy(model), prompt, 8) for prompt in PROMPTS])
 
 
 class LoopedWindow(Decoder):

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from paged_attn import LLM, SamplingParams, UnsupportedError
 from paged_attn.attn_ops.ops.module import MODULE_ON_ALL_TOKENS, register_module
 from paged_attn.attn_ops.specs.recompute import RecomputeSpec
+from tests.engine.runners.own_positions import greedy_loop
 from tests.oracle import random_prompts
 from tests.zoo.build import build
 from tests.zoo.configs import TYPES
@@ -172,6 +173,28 @@ def test_what_is_made_of_the_length_beside_an_attention() -> None:
         assert [isinstance(layer.spec, RecomputeSpec) for layer in llm.engine.runner.compiled.rewrite.layers] == [True, False]
         got = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=8))]
         assert got == [greedy(model, prompt, 8) for prompt in prompts]
+
+
+def with_a_zero_key(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """One key that belongs to no token."""
+    k, v, mask = (torch.nn.functional.pad(each, given) for each, given in ((k, (0, 0, 1, 0)), (v, (0, 0, 1, 0)), (mask, (1, 0))))
+    mask[:, 0] = True
+    return torch.nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], mask)[:, 0]
+
+
+class Positionless(Model):
+    def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(input_ids, torch.arange(input_ids.shape[1])[None])
+
+
+@pytest.mark.parametrize("mix", [of_a_long_filter, with_a_zero_key])
+def test_modules_of_a_model_without_position_ids(mix: Mixer) -> None:
+    model, prompts = Positionless(mix).eval(), random_prompts((1, 5, 17, 33))
+    model.layers[1] = OtherAttention(attention)
+    with torch.no_grad(), LLM(model, max_batch_tokens=16, num_pages=20) as llm:
+        assert [isinstance(layer.spec, RecomputeSpec) for layer in llm.engine.runner.compiled.rewrite.layers] == [True, False]
+        got = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=8))]
+        assert got == [greedy_loop(model, prompt, 8) for prompt in prompts]
 
 
 def seen_late(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
