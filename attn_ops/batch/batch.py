@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -80,7 +80,9 @@ class Batch:
 
     def of_group(self, index: int) -> Batch:
         """The step with the slots and tables of one layer group."""
-        return replace(self, groups=(), **self.groups[index]._asdict())
+        batch = object.__new__(Batch)  # `dataclasses.replace` takes 15 us, for each group of a step
+        vars(batch).update(vars(self), groups=(), **self.groups[index]._asdict())
+        return batch
 
     @property
     def num_requests(self) -> int:

@@ -307,6 +307,8 @@ def test_groups_of_layers_have_slots_and_tables_of_their_own_at_fixed_addresses(
         columns.group_tables = other[None]
         batch = Batch.build(columns, PAGE_SIZE, shape=StepShape(4, 4, 4), buffers=fixed)
         first, second = batch.of_group(0), batch.of_group(1)
+        changed = {"slots", "page_table", "page_table_host", "groups"}
+        assert {name for name, value in vars(second).items() if value is not getattr(batch, name)} == changed and not second.groups
         width = columns.page_table.shape[1]
         assert first.page_table[:2, :width].tolist() == batch.page_table[:2, :width].tolist() == columns.page_table.tolist()
         assert second.page_table[:2, :width].tolist() == second.page_table_host[:2].tolist() == other.tolist()

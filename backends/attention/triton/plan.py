@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -63,8 +63,7 @@ class Plan:
         ]
         slots = max((partial_rows(s.kind, s.programs) for s in shares), default=0)
         workspace = torch.empty(slots * (kinds_of_layers.v_dim + 2), dtype=torch.float32, device=batch.slots.device)
-        by_layer = tuple({part: by_kind[kind] for part, kind in parts.items()} for parts in kinds_of_layers.by_layer)
-        return cls(batch, pool, shares, by_layer, workspace[2 * slots :], workspace[: 2 * slots])
+        return cls(batch, pool, shares, kinds_of_layers.launches(tuple(by_kind)), workspace[2 * slots :], workspace[: 2 * slots])
 
 
 def deal_plans(plans: Sequence[Plan], model_follows: bool) -> None:
@@ -97,6 +96,13 @@ class LayerKinds:
     by_layer: tuple[dict[ChunkPart, int], ...]
     v_dim: int
     aligned: bool
+    _launches: dict[tuple[tuple[int, ...], ...], tuple[dict[ChunkPart, tuple[int, ...]], ...]] = field(default_factory=dict, compare=False)
+
+    def launches(self, by_kind: tuple[tuple[int, ...], ...]) -> tuple[dict[ChunkPart, tuple[int, ...]], ...]:
+        """`Plan.by_layer`, given what each of `specs` launches; cached, since steps of one kind launch the same."""
+        if by_kind not in self._launches:
+            self._launches[by_kind] = tuple({part: by_kind[kind] for part, kind in parts.items()} for parts in self.by_layer)
+        return self._launches[by_kind]
 
 
 _known: WeakKeyDictionary[KVPool, LayerKinds] = WeakKeyDictionary()

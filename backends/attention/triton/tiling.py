@@ -106,7 +106,8 @@ def _tiling(
         return _decode(dim, spec, dtype, total_keys, machine, decodes)
     if rows == "more":
         found = _extend(dim, spec, dtype, longest_query, longest_context, machine)
-        return replace(found, waves=_waves(spec, longest_query, longest_context, total_keys, found, machine)) if found.hopper else found
+        waves = _waves(spec, longest_query, longest_context, total_keys, found, machine) if found.hopper else 1
+        return found if waves == found.waves else replace(found, waves=waves)
     if dtype.itemsize > 2:
         return Tiling(16, 16, 4, 2, 1, 1, part_blocks=64)
     return Tiling(64, 64, 4, 3, 1, 1, part_blocks=16) if dim <= 128 else Tiling(64, 32, 4, 2, 1, 1, part_blocks=32)

@@ -102,7 +102,8 @@ class WorkPartition:
         tiles = batch.num_tokens * kind.group // tiling.block_m + requests + 1
         bounds = requests * segments(kind) if kind.rows == "together" else 0
         sizes = [_ceil(n, 4) * 4 for n in (requests, tiles, (programs + 1) * WORK_COLUMNS, 2 * programs, bounds)]  # each 16-byte aligned
-        units, tile_ends, work, counters, ends = torch.empty(sum(sizes), dtype=torch.int32, device=batch.slots.device).split(sizes)
+        memory = torch.empty(sum(sizes), dtype=torch.int32, device=batch.slots.device)
+        units, tile_ends, work, counters, ends = memory.split_with_sizes(sizes)
         constants: dict[str, object] = {
             "GROUP": kind.group, "CAUSAL": kind.causal, "HAS_WINDOW": kind.window is not None, "CHUNKS": kind.chunks,
             "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "ALIGN": kind.align, "PART_BLOCKS": tiling.part_blocks,
