@@ -14,7 +14,7 @@ from paged_attn.backends.host_memory.deliver import deliver
 from paged_attn.backends.sampling import edits
 from paged_attn.backends.sampling.greedy import greedy_sample
 from paged_attn.backends.sampling.logprobs import score_rows
-from paged_attn.backends.sampling.sample import sample_tokens
+from paged_attn.backends.sampling.sample import sample_in_place, sample_tokens
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 
 ROWS, KEPT = 2, 5  # kernels are the same for other numbers
@@ -40,10 +40,9 @@ def _sample(logits: Tensor) -> None:
     real, exact = (torch.empty(ROWS, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.float64))
     for filters in FILTERS:
         limited = "top_k" in filters or "top_p" in filters
-        sample_tokens(
-            logits, best,
-            SamplingTensors(
-                best, real, exact, real if "min_p" in filters else None, best if "top_k" in filters else None,
-                exact if "top_p" in filters else None, 0 if limited else ROWS,
-            ),
+        of = SamplingTensors(
+            best, real, exact, real if "min_p" in filters else None, best if "top_k" in filters else None,
+            exact if "top_p" in filters else None, 0 if limited else ROWS,
         )  # fmt: skip
+        sample_in_place(logits, best, of)
+        sample_tokens(logits, best, of)

@@ -40,6 +40,12 @@ def sample_tokens(logits: Tensor, best: Tensor, of: SamplingTensors) -> Tensor:
     return sampling.draw(sampling.find_limits(), of.uniform)
 
 
+def sample_in_place(logits: Tensor, best: Tensor, of: SamplingTensors) -> None:
+    """As `sample_tokens`, but each token replaces the row's most likely one, unless that is below 0: the row's logits are not finite."""
+    sampling = Sampling(logits, best, of)
+    sampling.draw(sampling.find_limits(), of.uniform, in_place=True)
+
+
 class Sampling:
     """State shared by the launches of one step; the arguments are those of `sample_tokens`."""
 
@@ -58,8 +64,9 @@ class Sampling:
         top_k = None if self.of.lowest is None else self._search(count=True, floors=None)
         return top_k if self.of.left_out is None else self._search(count=False, floors=top_k)
 
-    def draw(self, limits: Limits | None, uniform: Tensor) -> Tensor:
-        weights, ties, tokens = self._ints(self.count, self.parts), self._ints(self.count, self.parts), self._ints(self.count)
+    def draw(self, limits: Limits | None, uniform: Tensor, in_place: bool = False) -> Tensor:
+        weights, ties = self._ints(self.count, self.parts), self._ints(self.count, self.parts)
+        tokens = self.common[2] if in_place else self._ints(self.count)
         keys, drops = (weights, weights) if limits is None else limits  # not read
         numbers = (self.vocabulary, self.stride, self.parts)
         parts = {**self.constants, "LIMITED": limits is not None, "HAS_MIN_P": self.of.min_p is not None, "PART": PART}
@@ -68,7 +75,7 @@ class Sampling:
         inputs = (*self.common, self.of.temperature if self.of.min_p is None else self.of.min_p)
         _weigh(key, (self.count, self.parts), (*inputs, keys, weights, ties, *numbers), parts, self.options, self.device)
         arguments = (*inputs, keys, drops, weights, ties, uniform, tokens, *numbers)
-        _draw(key, (self.count, 1), arguments, whole, self.options, self.device)
+        _draw((*key, in_place), (self.count, 1), arguments, whole | {"IN_PLACE": in_place}, self.options, self.device)
         return tokens
 
     def _search(self, count: bool, floors: Limits | None) -> Limits:

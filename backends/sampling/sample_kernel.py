@@ -159,8 +159,10 @@ def weigh(logits, rows, best, temperatures, min_p, keys, weights, ties, vocabula
 @triton.jit
 def draw(logits, rows, best, temperatures, min_p, keys, drops, weights, ties, uniform, tokens, vocabulary, stride, parts,
          LIMITED: tl.constexpr, HAS_MIN_P: tl.constexpr, SCALE: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
-         EARLY: tl.constexpr):  # fmt: skip
-    """tokens [N] int64, by the inverse of the running sum of weights in the order of the ids, at uniform [N] float64; grid (N, 1)."""
+         IN_PLACE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """tokens [N] int64, by the inverse of the running sum of weights in the order of the ids, at uniform [N] float64; grid (N, 1).
+
+    IN_PLACE: the rows' tokens replace those in `best` that are not below 0."""
     wait(EARLY)
     row = tl.program_id(0)
     start, largest, sharpness = _start(logits, rows, best, temperatures, row, stride)
@@ -189,4 +191,9 @@ def draw(logits, rows, best, temperatures, min_p, keys, drops, weights, ties, un
         allowed &= (key > least) | (tied & (place > dropped))
     ends = tl.cumsum(tl.where(allowed, _weight(share, SCALE), 0), 0)
     found = chosen * PART + tl.sum((ends <= target).to(tl.int32), 0)
-    tl.store(tokens + row, tl.minimum(found, vocabulary - 1).to(tl.int64))
+    found = tl.minimum(found, vocabulary - 1).to(tl.int64)
+    if IN_PLACE:
+        own = best + tl.load(rows + row)
+        tl.store(own, found, mask=tl.load(own) >= 0)
+    else:
+        tl.store(tokens + row, found)

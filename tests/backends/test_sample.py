@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 from paged_attn.backends.sampling import sample
-from paged_attn.backends.sampling.sample import Sampling, sample_tokens
+from paged_attn.backends.sampling.sample import Sampling, sample_in_place, sample_tokens
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 
 INF = float("inf")
@@ -136,3 +136,19 @@ def test_rows_that_are_not_finite_end() -> None:
     best = torch.tensor([-1, -1, -1, 0], device=DEVICE)
     got = sample_tokens(logits, best, rows_of([(1.0, 9, 0.9, 0.1)] * 4, [0.99] * 4, 70, [0, 1, 2, 3]))
     assert bool(((got >= 0) & (got < 70)).all()) and got[3] == 69
+
+
+@pytest.mark.parametrize("settings", [SETTINGS[:2], SETTINGS])
+def test_tokens_take_the_places_of_the_most_likely_ones(settings: list[tuple[float, int, float, float]]) -> None:
+    """Of their rows alone, in any order, and of rows that are finite."""
+    count = len(settings)
+    logits = torch.randn(count + 2, 70, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    best, rows = logits.argmax(-1), list(reversed(range(1, count + 1)))
+    best[2] = -1
+    of = rows_of(settings, [(i + 0.5) / count for i in range(count)], 70, rows)
+    expected = best.clone()
+    expected[torch.tensor(rows, device=DEVICE)] = sample_tokens(logits, best, of)
+    expected[2] = -1
+    sample_in_place(logits, best, of)
+    assert torch.equal(best, expected)
+    assert not torch.equal(best, logits.argmax(-1))

@@ -13,7 +13,7 @@ from paged_attn.backends.sampling import edits
 from paged_attn.backends.sampling.ahead import ask_for_kernels
 from paged_attn.backends.sampling.greedy import greedy_sample
 from paged_attn.backends.sampling.logprobs import score_rows
-from paged_attn.backends.sampling.sample import sample_tokens
+from paged_attn.backends.sampling.sample import sample_in_place, sample_tokens
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 from tests.compiled.variants import CPU, variants
 
@@ -34,6 +34,7 @@ def test_nothing_is_launched_that_was_not_asked_for(vocabulary: int, dtype: torc
                     1 if top_k or top_p else 3,
                 )  # fmt: skip
                 sample_tokens(source, best, settings)
+                sample_in_place(source, best.clone(), settings)
         for keep in (0, 1, 3, 16):
             score_rows(logits.to(dtype), rows, best, keep)
         penalties = (torch.ones(3), torch.zeros(3), torch.zeros(3))

@@ -25,6 +25,18 @@ def sample_tokens(logits: Tensor, best: Tensor, of: SamplingTensors) -> Tensor:
     return sample_with_torch(logits, of)
 
 
+def sample_in_place(logits: Tensor, best: Tensor, of: SamplingTensors) -> bool:
+    """As `sample_tokens`, but each token replaces the row's most likely one in `best`, unless that is below 0. False if no kernel does
+    that, and nothing was done."""
+    if logits.is_cuda and has_triton():
+        from paged_attn.backends.sampling import greedy, sample
+
+        if greedy.serves(logits):
+            sample.sample_in_place(logits, best, of)
+            return True
+    return False
+
+
 def sample_with_torch(logits: Tensor, of: SamplingTensors) -> Tensor:
     """`sample_tokens` with PyTorch operations; sorts rows with top-k or top-p."""
     values, temperature = logits.index_select(0, of.rows).float(), of.temperature.unsqueeze(-1)

@@ -12,7 +12,7 @@ from paged_attn.attn_ops.batch.packed_ints import PackedInts, copy_to_device
 from paged_attn.backends.devices import has_triton
 from paged_attn.engine.sampling.forbidden import allow_only, forbid
 from paged_attn.engine.sampling.row_settings import RowSettings
-from paged_attn.engine.sampling.sample_tokens import sample_tokens
+from paged_attn.engine.sampling.sample_tokens import sample_in_place, sample_tokens
 from paged_attn.engine.sampling.sampler_output import BAD_LOGITS, NONE_LEFT, SamplerOutput, logprobs_of
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import forbid_others
@@ -41,7 +41,8 @@ class Sampler:
             logits: [N, V], any floating dtype, any device; not modified. -inf forbids a token.
             states: by row, all different; rows without one, or with a greedy one, get the most likely token. A request's tokens depend
                 only on its own row, seed and previous tokens.
-            greedy_tokens: `greedy_sample(logits)` if it is already known (computed inside a captured graph).
+            greedy_tokens: `greedy_sample(logits)` if it is already known (computed inside a captured graph); may be overwritten with the
+                tokens that are chosen.
 
         Raises:
             ValueError: wrong shapes, or a previous token outside the vocabulary.
@@ -73,7 +74,7 @@ class Sampler:
             self._counts.forget(state)
 
     def _choose_non_greedy(self, logits: Tensor, best: Tensor, rows: Sequence[int], all_states: Mapping[int, SamplingState]) -> Tensor:
-        """`best` [N] with the tokens of `rows` replaced."""
+        """`best` [N] with the tokens of `rows` replaced; `best` itself if kernels replace them there."""
         rows = sorted(rows, key=lambda row: _sampling_order(all_states[row]))  # stable
         states = [all_states[row] for row in rows]
         counting = [number for number, state in enumerate(states) if state.counts_tokens]
@@ -83,6 +84,8 @@ class Sampler:
         edited = any(state.edits_logits for state in states)
         settings = RowSettings.of(rows, states, counting, count_rows, edited, logits)
         source, most_likely = logits, best
+        if not edited and self._ranks is None and sample_in_place(logits, best, settings.drawn):
+            return best
         if edited:
             source = self._edit(logits, states, settings)
             most_likely = greedy_sample(source)

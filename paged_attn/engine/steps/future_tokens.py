@@ -55,21 +55,19 @@ class FutureTokens:
         return self.tokens[:rows] if rows <= len(self.tokens) else None
 
     def store(self, tokens: Tensor) -> None:
-        """Store a step's tokens [N], as many as fit."""
+        """Store a step's tokens [N], as many as fit, unless they are here already."""
+        if tokens.data_ptr() == self.tokens.data_ptr():
+            return
         into = self.tokens[: len(tokens)]
         into.copy_(tokens[: len(into)])
 
 
 def forward(runner: Runner, batch: Batch, sample: GreedyInGraph | None, future_tokens: FutureTokens) -> Output:
     """Run a step inside its forward context: reads tokens that the host does not know from `future_tokens`, and stores there what `sample`
-    chooses."""
+    chooses, unless that is more than it has memory for."""
     if not batch.knows_tokens:
         future_tokens.resolve(batch.input_ids)
     logits = runner.forward(batch.input_ids, batch.positions, batch.logits_rows)
     if sample is None:
         return logits, None
-    into = future_tokens.first(len(logits))
-    tokens = sample(logits, into)
-    if into is None:
-        future_tokens.store(tokens)
-    return logits, tokens
+    return logits, sample(logits, future_tokens.first(len(logits)))

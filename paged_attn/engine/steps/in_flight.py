@@ -73,8 +73,7 @@ class InFlightStep:
         if layout.sample_rows is not None:
             logits, greedy_tokens = logits.index_select(0, copy_to_device(layout.sample_rows, logits.device)), None
         chosen = sampler.choose(logits, layout.states, greedy_tokens)
-        if chosen.tokens is not greedy_tokens:
-            future_tokens.store(chosen.tokens)
+        future_tokens.store(chosen.tokens)
         self.chosen = chosen
         for state in layout.states.values():
             state.num_chosen += 1

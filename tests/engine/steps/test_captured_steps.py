@@ -18,6 +18,7 @@ from paged_attn.capture.graphs.graph_set import GraphKey
 from paged_attn.engine import build_runtime
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
+from paged_attn.engine.sampling import sampler
 from paged_attn.engine.steps.capture_specs import CaptureSpecs
 from paged_attn.engine.steps.future_tokens import FutureTokens
 from tests.capture.fixed_backend import SHORT, FixedBackend
@@ -99,6 +100,27 @@ def test_tokens_are_the_models_own_if_a_kernel_brings_the_steps(name: str, monke
     modes = modes_of(engine)
     assert tokens_of(engine) == [oracle(prompt, model=model) for prompt in PROMPTS]
     assert set(modes) == {"full", "piecewise"}
+
+
+def test_sampled_tokens_replace_the_most_likely_ones_where_the_next_step_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside greedy requests, and with log-probabilities of the sampled ones."""
+    pytest.importorskip("triton")
+    from paged_attn.backends.sampling import sample
+
+    drawn = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.9, seed=3, logprobs=1)
+    monkeypatch.setattr(sampler, "sample_tokens", sample.sample_tokens)
+    calls: list[Any] = []
+    found = []
+    for in_place in (False, True):
+        monkeypatch.setattr(sampler, "sample_in_place", lambda *given: not calls.append(sample.sample_in_place(*given)))
+        if not in_place:
+            monkeypatch.setattr(sampler, "sample_in_place", lambda *given: False)
+        engine = captured_engine(overlap=True)
+        requests = [engine.add_request(prompt, drawn if i % 2 else GREEDY) for i, prompt in enumerate(PROMPTS[:5])]
+        events = run_all(engine)
+        found.append(([request.output_token_ids for request in requests], [(e.token_id, e.logprob) for e in events]))
+    assert found[0] == found[1] and calls
+    assert [tokens == oracle(prompt) for tokens, prompt in zip(found[1][0], PROMPTS, strict=False)] == [True, False] * 2 + [True]
 
 
 def test_garbage_in_padding_pages_and_buffers_reaches_nobody() -> None:
