@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, WrittenScores
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import remove_dead_code, shape_of, value_of
@@ -45,7 +46,9 @@ def replace_layers(graph: fx.Graph, facts: Facts) -> str:
         if isinstance(proof, Recomputable):
             assert recompute is not None
             spec, op, replaced[found.node] = recompute.replace(found, layer_id, proof)
-            evidence, declared = f"{proof.what}: {RECOMPUTED}", NOT_COMPARED
+            assert isinstance(spec, RecomputeSpec)
+            few = "" if spec.reach is None else f" of no more than {spec.reach} tokens before a token"
+            evidence, declared = f"{proof.what}{few}: {RECOMPUTED}", NOT_COMPARED
         elif isinstance(latent, LatentProof):
             assert isinstance(proof, AttentionProof)
             spec, op, replaced[found.node] = replace_latent(site, latent, proof, layer_id, dtype)

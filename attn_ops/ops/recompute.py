@@ -1,7 +1,8 @@
 """`torch.ops.paged_attn.recompute_attention_with_output`: attention that is recomputed from all tokens of every request.
 
 It mutates only `output`. The layer's inputs for the new tokens are stored in its pages; then all of each request's tokens, old and new,
-are gathered, and the layer's program (`RecomputeSpec`) runs on them. A step costs as much as running the whole request once more.
+are gathered, and the layer's program (`RecomputeSpec`) runs on them. A step costs as much as running the whole request once more, unless
+the program needs only the last tokens (`reach`).
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ def _run(rows: Sequence[Tensor], owned: Sequence[Tensor], output: Tensor, layer_
     starts = itertools.accumulate(context.batch.query_lens_host, initial=0)
     for request, (start, new) in enumerate(zip(starts, context.batch.query_lens_host, strict=False)):
         length = context.batch.seq_lens_host[request]
-        count = max(length, spec.min_tokens)  # padded with copies of the last token, which change no row before them
-        result = spec.program(count, _all_tokens(context, spec, layer_id, request, count), owned)
-        output[start : start + new] = result[length - new : length]
+        first = 0 if spec.reach is None else max(0, length - new - spec.reach)
+        count = max(length - first, spec.min_tokens)  # padded with copies of the last token, which change no row before them
+        result = spec.program(count, _tokens(context, spec, layer_id, request, first, count), owned)
+        output[start : start + new] = result[length - first - new : length - first]
     output[context.batch.num_tokens :].zero_()
 
 
@@ -52,10 +54,10 @@ def _store(context: ForwardContext, spec: RecomputeSpec, rows: Sequence[Tensor],
         offset += row.elements
 
 
-def _all_tokens(context: ForwardContext, spec: RecomputeSpec, layer_id: int, request: int, count: int) -> list[Tensor]:
-    """The program's tensors for one request, padded to `count` tokens by repeating the last one."""
+def _tokens(context: ForwardContext, spec: RecomputeSpec, layer_id: int, request: int, first: int, count: int) -> list[Tensor]:
+    """The program's tensors for one request from its token `first` on, padded to `count` tokens by repeating the last one."""
     batch, keys = context.batch, context.pool.key(layer_id)
-    positions = torch.arange(count, device=keys.device).clamp(max=batch.seq_lens_host[request] - 1)
+    positions = torch.arange(first, first + count, device=keys.device).clamp(max=batch.seq_lens_host[request] - 1)
     pages = batch.page_table[request].to(torch.int64)[positions // batch.page_size]
     elements = keys[pages, positions % batch.page_size, 0]  # [count, elements of all rows]
     ends = list(itertools.accumulate((row.elements for row in spec.rows), initial=0))

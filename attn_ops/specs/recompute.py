@@ -63,13 +63,15 @@ class RowInput:
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeSpec(AttentionSpec):
-    """An attention that no backend supports: its program runs on all tokens of a request, and the new tokens' rows are the result.
+    """An attention that no backend supports: its program runs on all tokens of a request, or on the last ones where no more are needed, and
+    the new tokens' rows are the result.
 
     For the pool it is a layer with one KV head, whose K holds the `rows` and whose V is empty. No backend is asked about it.
 
     Attributes:
         rows: the program's inputs per token, in the order of their elements in K.
         min_tokens: the fewest tokens that the program may run on, because its trace does not hold for fewer.
+        reach: how many tokens before a token its result is made of; None if all may be.
         chooses: how many of the keys that it ranks a query takes (the fewest, if it ranks several times); None if it ranks none.
         computes: equal for programs that compute the same from operands of the same kinds.
         program: (number of tokens, the rows' tensors, the operands) -> [tokens, heads, v_dim].
@@ -77,6 +79,7 @@ class RecomputeSpec(AttentionSpec):
 
     rows: tuple[RowInput, ...]
     min_tokens: int
+    reach: int | None = None
     chooses: int | None = None
     computes: str = field(repr=False)
     program: Callable[[int, Sequence[Tensor], Sequence[Tensor]], Tensor] = field(compare=False, repr=False)
@@ -88,4 +91,5 @@ class RecomputeSpec(AttentionSpec):
     def describe(self) -> str:
         """`4 heads, causal, recomputed from all tokens: 132 values a token`."""
         values = sum(row.width for row in self.rows)
-        return f"{self.num_q_heads} heads, causal, recomputed from all tokens: {values} values a token"
+        tokens = "all tokens" if self.reach is None else f"a new one and {self.reach} before it"
+        return f"{self.num_q_heads} heads, causal, recomputed from {tokens}: {values} values a token"

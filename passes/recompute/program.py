@@ -150,8 +150,8 @@ def _digest(graph: fx.Graph) -> str:
 def prove_causal(
     program: Program, rows: Sequence[RowInput], owned: Sequence[Tensor], form: CallForm, device: torch.device, where: str,
     longest: int | None = None,
-) -> None:  # fmt: skip
-    """Runs a program on random rows with and without the last ones: the results for the others must be the same.
+) -> int:  # fmt: skip
+    """Runs a program on random rows with and without the last ones: the results for the others must be the same. Returns their number.
 
     Args:
         longest: the model's number of positions, if known.
@@ -179,6 +179,7 @@ def prove_causal(
             raise UnsupportedError(
                 f"{where}, and a later token changes the result of an earlier one, so that the model cannot generate token by token"
             )
+    return total
 
 
 def _same(whole: Tensor, short: Tensor, limit: float, mostly: bool) -> bool:

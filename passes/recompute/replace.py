@@ -26,6 +26,7 @@ from paged_attn.passes.fx.slicing import attribute_of
 from paged_attn.passes.prove.other_mask import OtherMask
 from paged_attn.passes.prove.score_subgraph import Recomputable
 from paged_attn.passes.recompute.program import Program, make_program, prove_causal, row_input
+from paged_attn.passes.recompute.reach import reach_of
 from paged_attn.passes.recompute.region import RecomputeRegion, TokenRows, find_recompute_region
 from paged_attn.passes.replace.attention import use_output
 
@@ -40,7 +41,7 @@ class RecomputeReplacer:
     def __init__(self, graph: fx.Graph, form: CallForm, values: Values, model: nn.Module | None) -> None:
         self.form, self.values, self.model = form, values, model
         self.tokens = TokenRows(graph, form, values)
-        self._proved: dict[str, Program] = {}
+        self._proved: dict[str, tuple[Program, int | None]] = {}
 
     def replace(self, site: AttentionSite, layer_id: int, reason: Recomputable) -> tuple[RecomputeSpec, fx.Node, fx.Node]:
         """Replaces one site in place; returns the spec, the op's node, and the node that replaces the old output.
@@ -53,11 +54,12 @@ class RecomputeReplacer:
         output, order = (site.scores.output, site.original_order) if isinstance(site.scores, WrittenScores) else (site.node, (0, 1, 2, 3))
         region = find_recompute_region(self.tokens, output, site.node, site.where)
         spec, program = self._spec(site, region, order, layer_id, f"{site.where}: {reason.what}")
-        logger.log(
-            logging.WARNING if isinstance(reason, OtherMask) else logging.INFO,
-            "%s: %s, so that every step evaluates it on all tokens of each request: the cost of a token grows with the square of the "
-            "length", site.where, reason.what,
-        )  # fmt: skip
+        if spec.reach is None:
+            logger.log(
+                logging.WARNING if isinstance(reason, OtherMask) else logging.INFO,
+                "%s: %s, so that every step evaluates it on all tokens of each request: the cost of a token grows with the square of the "
+                "length", site.where, reason.what,
+            )  # fmt: skip
         return (spec, *_emit(site, region, spec, program, layer_id))
 
     def _spec(
@@ -70,13 +72,15 @@ class RecomputeReplacer:
         if program.computes not in self._proved:
             owned = [self._tensor(node) for node in program.owned]
             longest = max_positions(self.model)
-            prove_causal(program, rows, owned, self.form, result.device, where, longest)
+            total = prove_causal(program, rows, owned, self.form, result.device, where, longest)
+            reach = reach_of(program, rows, owned, total, self.form.min_tokens, result.device)
             if program.max_tokens is not None and (longest is None or program.max_tokens < longest):
                 logger.warning(
                     "%s: requests end at %d tokens, as its code holds the number %d, and what it computes from so many tokens on is "
                     "not tried", where, program.max_tokens, program.max_tokens + 1,
                 )  # fmt: skip
-            self._proved[program.computes] = program
+            self._proved[program.computes] = program, reach
+        proved, reach = self._proved[program.computes]
         spec = RecomputeSpec(
             num_q_heads=int(result.shape[1]),
             num_kv_heads=1,
@@ -87,9 +91,10 @@ class RecomputeReplacer:
             module=site.module,
             rows=rows,
             min_tokens=self.form.min_tokens,
+            reach=reach,
             chooses=program.chooses,
             computes=program.computes,
-            program=self._proved[program.computes],
+            program=proved,
         )
         return spec, program
 

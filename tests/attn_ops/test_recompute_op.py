@@ -125,6 +125,23 @@ def test_two_steps_of_a_ragged_batch(padding: int, min_tokens: int) -> None:
     assert counts == ([5, 2, 3, 9, 2, 4] if min_tokens == 2 else [11] * 6)
 
 
+def test_no_more_tokens_are_read_than_the_program_reaches_back() -> None:
+    counts = []
+
+    def with_the_one_before(length: int, rows: Sequence[Tensor], owned: Sequence[Tensor]) -> Tensor:
+        counts.append(length)
+        states = rows[0][0].transpose(0, 1)
+        return states + torch.cat([torch.zeros(1, 2, 3), states[:-1]])
+
+    steps = Steps(replace(layer(), reach=1, program=with_the_one_before))
+    for step in (0, 1):
+        output = steps.run(step)
+    assert counts == [5, 2, 3, 5, 2, 2]
+    states = steps.data[0][0].view(-1, 2, 3)
+    assert torch.equal(output[:4], states[5:] + states[4:-1])
+    assert steps.spec.describe() == "2 heads, causal, recomputed from a new one and 1 before it: 7 values a token"
+
+
 def test_it_writes_its_own_slots_alone() -> None:
     steps = Steps(layer())
     steps.run(0, padding=2)

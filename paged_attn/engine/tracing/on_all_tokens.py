@@ -7,10 +7,9 @@ Its inputs for each token are kept in pages. As for any recomputed layer, it is 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from paged_attn.calling.plain_modes import as_served
 from paged_attn.engine.tracing.module_calls import LENGTHS, watch_calls, with_running_flag
 from paged_attn.recurrent.watching.watch import named_arguments, positional_names
 
-logger = logging.getLogger("paged_attn")
 Path = tuple[Any, ...]  # the parameter, then keys and indices
 
 
@@ -48,6 +46,7 @@ class AllTokensCall:
         like: which of these the result is shaped like.
         at, count: where in the returned tuple the result is, and how long that is; None where it is returned alone.
         objects: where in it there are objects that are not tensors; the trace has empty ones there, to which a caller may write.
+        why: what keeps the module from being run from a state, for the log.
     """
 
     arguments: Mapping[str, Any]
@@ -56,6 +55,7 @@ class AllTokensCall:
     at: int | None
     count: int
     objects: tuple[int, ...] = ()
+    why: str = ""
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], output: Any, length: int) -> AllTokensCall | None:
@@ -105,14 +105,7 @@ def modules_around(
         call = next(((path, call) for path in paths if (call := same.get(path)) is not None), None)
         if call is None:
             return {}
-        found[call[0]] = call[1]
-    if found:
-        logger.warning(
-            "in every step all tokens of a request run through %s, which mix them in ways of their own: "
-            "a token costs more the later it comes%s",
-            ", ".join(found),
-            f" ({why})" if why else "",
-        )
+        found[call[0]] = replace(call[1], why=why)
     return found
 
 

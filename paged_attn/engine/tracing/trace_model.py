@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, Guar
 
 from paged_attn.attn_ops.errors import UnsupportedError, UnsupportedModule
 from paged_attn.attn_ops.model_code import model_may_fail
+from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 from paged_attn.calling.call_signature import few_ids, plain_inputs, takes
 from paged_attn.calling.hf_configs import attention_implementation
 from paged_attn.calling.left_as_it_was import left_as_it_was
@@ -103,6 +104,7 @@ def _capture_with_workarounds(
                 compiled, args = _capture_all_lengths(model, options, positions)
             if (refused := compiled.rewrite.refused) is None or not workarounds.add_for(refused):
                 compiled.rewrite.as_written = workarounds.experts_as_written(compiled.rewrite)
+                _say_on_all_tokens(workarounds.on_all, compiled.rewrite)
                 return compiled, args
         except UnsupportedError as refusal:
             if not workarounds.add_for(refusal):
@@ -197,6 +199,21 @@ class Workarounds:
             return False
         self.on_all = {**self.on_all, **around}
         return True
+
+
+def _say_on_all_tokens(calls: Mapping[str, AllTokensCall], rewrite: Rewrite) -> None:
+    specs = [spec for spec in rewrite.specs if isinstance(spec, RecomputeSpec) and spec.module in calls]
+    slow = [spec.module for spec in specs if spec.reach is None]
+    if slow:
+        why = next((f" ({calls[path].why})" for path in slow if calls[path].why), "")
+        logger.warning(
+            "in every step all tokens of a request run through %s, which mix them in ways of their own: "
+            "a token costs more the later it comes%s",
+            ", ".join(slow),
+            why,
+        )
+    if few := [f"{spec.module} ({spec.reach})" for spec in specs if spec.reach is not None]:
+        logger.info("in every step the last tokens before a new one run once more through %s, which mix them", ", ".join(few))
 
 
 def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: bool) -> tuple[CompiledGraph, list[Any]]:

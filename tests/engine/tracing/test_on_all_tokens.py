@@ -197,6 +197,42 @@ def test_modules_of_a_model_without_position_ids(mix: Mixer) -> None:
         assert got == [greedy_loop(model, prompt, 8) for prompt in prompts]
 
 
+class Canon(nn.Conv1d):
+    """A convolution over a token and the three before it, beside the token itself; no cache keeps these."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, 4, groups=WIDTH, padding=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x.mT)[..., : x.shape[1]].mT
+
+
+class WithCanon(Model):
+    def __init__(self) -> None:
+        super().__init__(attention)
+        self.canon = nn.ModuleList(Canon() for _ in range(2))
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.positions(position_ids)
+        mask = position_ids[0, :, None] >= position_ids[0]
+        for canon, layer in zip(self.canon, self.layers, strict=True):
+            x = x + layer(canon(x), where={"mask": mask, "positions": position_ids})[0]
+        return self.head(x)
+
+
+def test_a_convolution_runs_on_a_few_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    model, prompts = WithCanon().eval(), random_prompts((1, 2, 5, 17, 33))
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "paged_attn"):
+        expected = [greedy(model, prompt, 8) for prompt in prompts]
+        for settings in ({"page_size": 1, "num_pages": 120}, {"page_size": 16, "num_pages": 20}):
+            with LLM(model, max_batch_tokens=16, **settings) as llm:
+                specs = [layer.spec for layer in llm.engine.runner.compiled.rewrite.layers]
+                assert [spec.reach for spec in specs if isinstance(spec, RecomputeSpec)] == [3, 3] and len(specs) == 4
+                for _ in ("cold", "warm"):
+                    assert [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=8))] == expected
+    assert "a token costs more the later it comes" not in caplog.text
+
+
 def seen_late(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
     """Right for short calls; from 128 tokens on an entry is seen before its window is complete."""
     places = torch.cos(positions.float()[..., None] * torch.arange(WIDTH))
