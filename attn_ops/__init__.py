@@ -5,5 +5,6 @@ Change: ops: `ops/`; specs: `specs/`; batches: `batch/`; KV memory and state slo
 Change: errors that users can cause: `errors.py`; the forward context: `context.py`; what Triton has built in C: `triton_launchers.py`.
 Change: a model author's code that may fail: `model_code.py`; the current CUDA device: `current_device.py`.
 Change: words of switches: `switches.py`; the command that installs an extra: `install_line.py`.
+Change: kernels of backends that are called from here: `gpu_kernel.py`.
 Change: files that only this user may write: `private_files.py`; entries of a table, or attributes, for a while: `replaced_entries.py`.
 """

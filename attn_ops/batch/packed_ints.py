@@ -16,6 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paged_attn.attn_ops.gpu_kernel import GpuKernel
+
+FETCH_KERNEL = GpuKernel()  # device [words] int64, pinned memory [words] -> device, once it has been filled
 ALIGNMENT = 128  # bytes, so that any field suits kernels that load 16 bytes at a time or through TMA
 _WORDS = ALIGNMENT // 8
 _PLAIN = frozenset({list, tuple, bytes, range})
@@ -74,9 +77,9 @@ class PackedInts:
         """Every field as a tensor [size]: views of one buffer, copied without waiting."""
         if self._into is not None:
             start, fields = self._into.views(self._layout)
-            start.copy_(self.memory, non_blocking=True)
+            _fill(start, self.memory)
             return fields
-        return self._layout.views(self.memory.to(self._device, non_blocking=True), torch.int32)
+        return self._layout.views(_on_device(self.memory, self._device), torch.int32)
 
     def destination(self) -> tuple[Tensor, list[Tensor]]:
         """Where `memory` and every field of it belong in `into`."""
@@ -223,7 +226,19 @@ def copy_to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
     prompt's rows).
     """
     host = torch.from_numpy(numbers)
-    return (pinned(host) if device.type == "cuda" else host).to(device, non_blocking=True)
+    return _on_device(pinned(host) if device.type == "cuda" else host, device)
+
+
+def _on_device(host: Tensor, device: torch.device) -> Tensor:
+    """The tensor itself on the CPU."""
+    return host if device.type == "cpu" else _fill(torch.empty_like(host, device=device), host)
+
+
+def _fill(tensor: Tensor, host: Tensor) -> Tensor:
+    """`tensor`, on any device, with the numbers of `host`, for which nobody waits: read by a kernel, or copied."""
+    if host.dtype != torch.int64 or FETCH_KERNEL(tensor, host) is None:
+        tensor.copy_(host, non_blocking=True)
+    return tensor
 
 
 def pinned(host: Tensor) -> Tensor:

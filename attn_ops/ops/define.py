@@ -53,21 +53,6 @@ class BodiesOnFakes(TorchDispatchMode):
         return _bodies.get(func, func)(*args, **(kwargs or {}))
 
 
-class GpuKernel:
-    """The kernel that computes an op on a GPU. Backends pass it to `use`, so this room does not depend on them."""
-
-    def __init__(self) -> None:
-        self._kernel: Callable[..., Any] | None = None
-
-    def use(self, kernel: Callable[..., Any]) -> None:
-        """Call `kernel` with the op's arguments from now on; it returns None for arguments that it does not serve."""
-        self._kernel = kernel
-
-    def __call__(self, tensor: Tensor, *arguments: Any) -> Any:
-        """The kernel's result; None for a tensor that is not on a GPU, and for arguments that no kernel serves."""
-        return self._kernel(tensor, *arguments) if self._kernel is not None and tensor.is_cuda else None
-
-
 def overloads_of(target: Any) -> tuple[OpOverload, ...]:
     """What a node with this target may call: an overload itself, all overloads of a packet (Dynamo's `torch.ops.mylib.op`), or nothing."""
     if isinstance(target, OpOverloadPacket):

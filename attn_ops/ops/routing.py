@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.ops.define import GpuKernel, define_op
+from paged_attn.attn_ops.gpu_kernel import GpuKernel
+from paged_attn.attn_ops.ops.define import define_op
 from paged_attn.attn_ops.specs.routing import Routing
 
 ROUTE_KERNEL = GpuKernel()

@@ -1,25 +1,36 @@
-"""Brings a step to the device with one kernel, in place of a copy, a copy for each page table, and five kernels for the tokens.
+"""Brings numbers to the device with one kernel: a step, in place of a copy, a copy for each page table, and five kernels for the tokens.
 
 Between a kernel and a copy engine a GPU idles for 6 to 8 us, in each direction (H200). A GPU reads pinned memory at its own address.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.step_buffers import TableCopy
+from paged_attn.backends.compiling.compile_ahead import is_compiling_ahead
 from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.host_memory.fetch_kernel import fetch_step
 from paged_attn.backends.host_memory.held import HeldMemory
 from paged_attn.backends.machine import early_start
 
 BLOCK = 512
-MOST_BYTES = 256 << 10  # of larger steps, which take longer to run, a copy engine brings the numbers first
-HELD = 8  # an event takes a GPU some time as well, so there is one for as many steps
+MOST_BYTES = 256 << 10  # more takes a copy engine less time, and steps that need more take longer to run
 
-_fetch = FastKernel(fetch_step)
+_fetch, _read = FastKernel(fetch_step), HeldMemory()
+
+
+def fetch(into: Tensor, memory: Tensor) -> Tensor | None:
+    """memory [..] int64, pinned, which nobody writes again -> `into`, of the same strides, on a GPU; None if it is to be copied."""
+    if memory.nbytes > MOST_BYTES or is_compiling_ahead():
+        return None
+    if memory.numel():
+        _launch(memory, into, into, 0, None)
+    return into
 
 
 class FetchKernel:
@@ -31,34 +42,30 @@ class FetchKernel:
 
     def __init__(self, tokens: Tensor) -> None:
         self._tokens = tokens
-        self._no_tables = TableCopy(0, 0, 0, 1, torch.zeros(1, 1, 1, dtype=torch.int32, device=tokens.device))
-        self._unread: list[Tensor] = []
-        self._being_read = HeldMemory()
 
     def __call__(self, memory: Tensor, into: Tensor, num_ids: int, tables: TableCopy | None) -> None:
-        on_gpu = into.is_cuda
-        from_host = memory.nbytes <= MOST_BYTES
-        if on_gpu and from_host:
-            self._hold(memory)
-        elif not from_host:
+        if memory.nbytes > MOST_BYTES:
             memory = into.copy_(memory, non_blocking=True)
-        words = len(memory) if tables is None else tables.start // 2
-        start, distance, requests, width, table_into = tables or self._no_tables
-        of_words, of_table = triton.cdiv(words, BLOCK), triton.cdiv(requests * width, BLOCK)
-        options = early_start(into.device, on_gpu and from_host)
-        early = options.pop("EARLY")
-        _fetch(
-            (BLOCK, early), (of_words + of_table * len(table_into), 1),
-            (memory, into, table_into, self._tokens, words, num_ids, start, distance, requests, width, table_into.stride(0),
-             table_into.stride(1), of_words, max(of_table, 1)),
-            {"BLOCK": BLOCK, "EARLY": early}, {"num_warps": 4, **options}, device_index(into.device),
-        )  # fmt: skip
+        _launch(memory, into, self._tokens, num_ids, tables)
 
-    def _hold(self, memory: Tensor) -> None:
-        """Keep it until the kernel has read it."""
-        if len(self._unread) == HELD:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._tokens.device))
-            self._being_read.hold(self._unread, event)
-            self._unread = []
-        self._unread.append(memory)
+
+def _launch(memory: Tensor, into: Tensor, tokens: Tensor, num_ids: int, tables: TableCopy | None) -> None:
+    device, from_host = device_index(into.device), memory is not into
+    words = memory.numel() if tables is None else tables.start // 2
+    start, distance, requests, width, table_into = tables or _no_tables(into.device)
+    of_words, of_table = triton.cdiv(words, BLOCK), triton.cdiv(requests * width, BLOCK)
+    options = early_start(into.device, from_host)
+    early = options.pop("EARLY")
+    _fetch(
+        (BLOCK, early), (of_words + of_table * len(table_into), 1),
+        (memory, into, table_into, tokens, words, num_ids, start, distance, requests, width, table_into.stride(0),
+         table_into.stride(1), of_words, max(of_table, 1)),
+        {"BLOCK": BLOCK, "EARLY": early}, {"num_warps": 4, **options}, device,
+    )  # fmt: skip
+    if device >= 0 and from_host:
+        _read.hold_in_use(memory, device)
+
+
+@cache
+def _no_tables(device: torch.device) -> TableCopy:
+    return TableCopy(0, 0, 0, 1, torch.empty(1, 1, 1, dtype=torch.int32, device=device))

@@ -9,11 +9,12 @@ import torch
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
+from paged_attn.backends.host_memory.held import TOGETHER
 from paged_attn.engine.steps.future_tokens import FutureTokens, future_token
 from tests.gpu.test_no_sync import requests_of, waiting_is_an_error
 
 PAGE_SIZE = 16
-HELD = 8  # steps for which memory is kept (`backends/host_memory/fetch.py`)
+
 STEPS = {
     "decode": (StepShape(8, 8, 8), (((70, 1), (15, 1)), ((100, 1), (31, 1), (16, 1), (1, 1)), ())),
     "mixed": (StepShape(32, 8), (((17, 1), (0, 9)), ((6, 5), (70, 1), (0, 9)), ((0, 1),))),
@@ -30,14 +31,14 @@ def test_steps_built_ahead_of_the_gpu_are_read_in_order(kind: str, fetched: bool
     made, read = [], []
     with waiting_is_an_error():
         torch.cuda._sleep(200_000_000)  # about a tenth of a second
-        for requests in builds * 2 * HELD:
+        for requests in builds * 2 * TOGETHER:
             batch = Batch.build(requests, PAGE_SIZE, shape=shape, buffers=memory)
             tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
             made.append({name: value.data_ptr() for name, value in tensors.items()})
             read.append(dataclasses.replace(batch, **{name: value.clone() for name, value in tensors.items()}))
     assert all(one == made[0] for one in made)
     assert all(address % 128 == 0 for address in made[0].values())
-    for requests, batch in zip(builds * 2 * HELD, read, strict=True):
+    for requests, batch in zip(builds * 2 * TOGETHER, read, strict=True):
         expected = Batch.build(requests, PAGE_SIZE, shape=shape)
         width = expected.page_table.shape[1]
         for name, value in vars(expected).items():

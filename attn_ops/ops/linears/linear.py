@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_attn.attn_ops.ops.define import GpuKernel, define_op
+from paged_attn.attn_ops.gpu_kernel import GpuKernel
+from paged_attn.attn_ops.ops.define import define_op
 
 ONE_ROW_KERNEL = GpuKernel()
 

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_attn.attn_ops.ops.define import GpuKernel, define_op, like_first
+from paged_attn.attn_ops.gpu_kernel import GpuKernel
+from paged_attn.attn_ops.ops.define import define_op, like_first
 
 LORA_KERNEL, LORA_UP_KERNEL = GpuKernel(), GpuKernel()
 _HALVES = (torch.bfloat16, torch.float16)

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 from torch import nn
 
+from paged_attn.attn_ops.batch.packed_ints import FETCH_KERNEL
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops.experts import use_experts
 from paged_attn.attn_ops.ops.linears.add_norm import ADD_NORM_KERNEL, ADD_NORM_LINEAR_KERNEL
 from paged_attn.attn_ops.ops.linears.linear import ONE_ROW_KERNEL
 from paged_attn.attn_ops.ops.linears.lora import LORA_KERNEL, LORA_UP_KERNEL
 from paged_attn.attn_ops.ops.routing import ROUTE_KERNEL
-from paged_attn.backends.devices import has_triton
+from paged_attn.backends.devices import device_word, has_triton
 from paged_attn.backends.selection.experts import experts_backend
 from paged_attn.backends.selection.select import serves_latents
 from paged_attn.calling.body import Body
@@ -40,6 +41,10 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
         ),
         max_loras=config.max_loras, max_lora_rank=config.max_lora_rank if config.max_loras else 0,
     )  # fmt: skip
+    if device_word(only_device(model)) == "cuda" and has_triton():
+        from paged_attn.backends.host_memory.fetch import fetch
+
+        FETCH_KERNEL.use(fetch)
     with served_locally(model) as ranks:
         if config.max_loras:
             _refuse_adapters(model, config, ranks is not None)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 from paged_attn.backends.host_memory import deliver
-from paged_attn.backends.host_memory.held import HeldMemory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -43,22 +40,3 @@ def test_few_numbers_are_served_all_or_none(served: bool, tensors: list[torch.Te
     assert not deliver.serves(tensors), "on a CPU"
     monkeypatch.setattr(deliver, "device_word", lambda device: "cuda")
     assert deliver.serves(tensors) is served
-
-
-class Event:
-    passed = False
-
-    def query(self) -> bool:
-        return self.passed
-
-
-def test_memory_is_kept_until_its_event_has_passed() -> None:
-    held, events = HeldMemory(), [Event() for _ in range(3)]
-    tensors = [torch.zeros(size) for size in (1, 2, 3)]
-    kept = [weakref.ref(tensor) for tensor in tensors]
-    for event in events:
-        held.hold([tensors.pop(0)], event)  # type: ignore[arg-type]
-    assert all(each() is not None for each in kept)
-    events[0].passed = events[1].passed = True
-    held.hold([], Event())  # type: ignore[arg-type]
-    assert [each() is None for each in kept] == [True, True, False]

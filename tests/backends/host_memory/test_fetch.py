@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paged_attn.attn_ops.batch import packed_ints
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, RequestColumns
+from paged_attn.attn_ops.batch.packed_ints import IntBuffer, PackedInts, words
 from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
 from paged_attn.engine.steps.future_tokens import FutureTokens, future_token
 
@@ -111,3 +113,31 @@ def test_a_row_without_a_token_gives_token_0(num_requests: int) -> None:
     steps = [Batch.build(columns_of(lengths, 1, [0, 1, 2]), PAGE_SIZE, shape=shape, buffers=buffers) for buffers in both(1, tokens)]
     same(steps[0], steps[1], tokens)
     assert steps[1].input_ids.tolist() == ([0, 6, 0] if num_requests == 3 else [0, 0, 0])
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_packed_numbers_are_brought_where_a_kernel_is_there(fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    brought: list[int] = []
+    monkeypatch.setattr(packed_ints, "FETCH_KERNEL", lambda into, memory: brought.append(len(memory)) or fetch.fetch(into, memory))
+    device = torch.device("meta") if not fixed and DEVICE.type == "cpu" else DEVICE  # on the CPU, memory is where it belongs
+    packed = PackedInts((3, 2), (5,), device, IntBuffer(words((3, 2), (5,)), DEVICE) if fixed else None)
+    for number, field in enumerate(packed.host, start=1):
+        field[:] = number
+    if device.type == "meta":
+        monkeypatch.setattr(fetch, "fetch", lambda into, memory: None)
+        assert packed.to_device()[0].device == device
+    else:
+        assert [field.tolist() for field in packed.to_device()] == [[1] * 3, [2] * 2, [3] * 5]
+    assert brought == [len(packed.memory)]
+
+
+@pytest.mark.parametrize(
+    "numbers", [np.arange(3), np.arange(2 * fetch.BLOCK + 7), np.arange(12).reshape(3, 4).T, np.zeros((0, 3), np.int64)]
+)
+def test_other_numbers_arrive(numbers: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.from_numpy(numbers)
+    memory = memory if DEVICE.type == "cpu" else memory.pin_memory()
+    into = torch.full_like(memory, 7, device=DEVICE)
+    assert fetch.fetch(into, memory) is into and torch.equal(into.cpu(), torch.from_numpy(numbers))
+    monkeypatch.setattr(fetch, "MOST_BYTES", 8)
+    assert fetch.fetch(into, memory) is (into if memory.nbytes <= 8 else None)
