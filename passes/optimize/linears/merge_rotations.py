@@ -3,7 +3,7 @@
 Before: rotate(narrow(qkv, -1, 0, q)), rotate(narrow(qkv, -1, q, k)): a kernel each
 After:  both = rotate(narrow(qkv, -1, 0, q + k)); as_strided(both, ..), as_strided(both, ..): one kernel
 Left alone: parts that meet different values on their way, such as the weights of a norm of q and of one of k; parts that are used before
-the other is complete; and whatever does not give the same numbers.
+the other is complete; results that a view or a foreign op needs dense; and whatever does not give the same numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import SymInt, Tensor, fx
 
 from paged_attn.passes.fx.graph_tools import (
-    call,
+    bases_of,
     call_of_value,
     call_with_value,
     is_written,
@@ -32,6 +32,7 @@ from paged_attn.passes.fx.graph_tools import (
 )
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import evaluate_all
+from paged_attn.passes.optimize.linears.sliced_values import SlicedValues
 from paged_attn.passes.optimize.row_region import is_moving
 
 _TOKENS = 3  # of a probe
@@ -65,15 +66,18 @@ class _Twins(NamedTuple):
 def merge_rotations(graph: fx.Graph) -> int:
     """Rewrites in place; returns how many pairs became one."""
     parts = [part for node in graph.find_nodes(op="call_function", target=torch.narrow) if (part := _part(node)) is not None]
-    count = 0
+    merged, sliced = set[fx.Node](), SlicedValues()
     for first in parts:
         for second in parts:
-            if second.source is first.source and second.start == first.start + first.length:
-                twins = _twins(first, second)
-                count += twins is not None and _merge(graph, twins)
-    if count:
+            adjoin = second.source is first.source and second.start == first.start + first.length
+            if not adjoin or not merged.isdisjoint((first.node, second.node)):
+                continue
+            twins = _twins(first, second)
+            if twins is not None and _merge(graph, twins, sliced):
+                merged |= {first.node, second.node}
+    if merged:
         remove_dead_code(graph)
-    return count
+    return len(merged) // 2
 
 
 def _part(node: fx.Node) -> _Part | None:
@@ -101,7 +105,9 @@ def _twins(first: _Part, second: _Part) -> _Twins | None:
     if pairs[one] is not other or any(user not in known for node, known in inner for user in node.users):
         return None
     last = max(one, other)
-    if all(is_moving(node) for node in pairs) or any(user < last for user in (*one.users, *other.users)):
+    # In what may be the product's own memory (a cast to the dtype that it has) nothing is computed, and writes to it reach the product.
+    unchanged = all(is_moving(node) for node in pairs) or first.source in bases_of([one])
+    if unchanged or any(user < last for user in (*one.users, *other.users)):
         return None
     read = {each for node in (*pairs, *pairs.values()) for each in node.all_input_nodes}
     if is_written({*read, *pairs, *pairs.values()}, min(first.node, second.node), last):
@@ -152,8 +158,8 @@ def _of_both(one: Any, other: Any) -> Any:
     return one + other if isinstance(one, int) and isinstance(other, int) and one != other else one
 
 
-def _merge(graph: fx.Graph, twins: _Twins) -> bool:
-    """False, and nothing is changed, if their operations do not take both parts at once."""
+def _merge(graph: fx.Graph, twins: _Twins, sliced: SlicedValues) -> bool:
+    """False, and nothing is changed, if their operations do not take both parts at once, or what reads a result needs it dense."""
     first, width = twins.first, twins.first.length + twins.second.length
     one, other = twins.results
     place, copies = max(one, other), dict[fx.Node, fx.Node]()
@@ -166,23 +172,24 @@ def _merge(graph: fx.Graph, twins: _Twins) -> bool:
                 keywords = fx.map_arg(dict(node.kwargs), lambda each: copies.get(each, each))
                 place = graph.create_node(node.op, node.target, arguments, keywords)
         copies[node] = place
-    axis = _proved(twins, list(copies.values()), width)
-    if axis is None:
-        for node in reversed(list(copies.values())):
+    made, axis = list(copies.values()), _proved(twins, list(copies.values()), width)
+    if axis is not None:
+        for target, arguments in ((torch.movedim, (axis, -2)), ("contiguous", ())):
+            with graph.inserting_after(place):
+                place = call_with_value(graph, target, place, *arguments)
+            made.append(place)
+    columns = None if axis is None else _columns(value_of(place), twins.results, axis, sliced)
+    if columns is None:
+        for node in reversed(made):
             graph.erase_node(node)
         return False
-    with graph.inserting_after(place):
-        place = call_with_value(graph, torch.movedim, copies[one], axis, -2)
-    with graph.inserting_after(place):
-        base = place = call_with_value(graph, "contiguous", place)
-    begin = 0
-    for old in twins.results:
-        size = shape_of(old)[axis]
-        place = _columns(graph, base, place, value_of(base).narrow(-2, begin, size).movedim(-2, axis))
+    base = place
+    for old, column in zip(twins.results, columns, strict=True):
+        place = _strided(graph, base, place, column)
         keep_name(place, old)
+        for view, value in sliced.of_views(old, column).items():
+            view.meta["example_value"] = value
         old.replace_all_uses_with(place)
-        _trace_views_again(place)
-        begin += size
     return True
 
 
@@ -203,25 +210,31 @@ def _proved(twins: _Twins, merged: list[fx.Node], width: int) -> int | None:
     return axis if axis is not None and _gives_the_same(twins, merged, outside, width, axis) else None
 
 
-def _columns(graph: fx.Graph, base: fx.Node, after: fx.Node, view: Tensor) -> fx.Node:
-    """This view of `base`, by strides: of any other view that leaves a piece, Inductor makes a copy, in a kernel of its own."""
-    sizes: list[Any] = list(view.shape)
+def _columns(base: Tensor, results: tuple[fx.Node, fx.Node], axis: int, sliced: SlicedValues) -> list[Tensor] | None:
+    """What takes the place of both results: views of `base` by strides; of any other view that leaves a piece, Inductor makes a copy, in a
+    kernel of its own. None if what reads a result does not take its strides, or if they depend on T."""
+    columns, begin = list[Tensor](), 0
+    for old in results:
+        size = shape_of(old)[axis]
+        view = base.narrow(-2, begin, size).movedim(-2, axis)
+        strides = [1 if isinstance(size, int) and size == 1 else stride for size, stride in zip(view.shape, view.stride(), strict=True)]
+        if any(isinstance(stride, SymInt) for stride in strides):
+            return None
+        columns.append(base.as_strided(view.shape, strides, int(view.storage_offset())))
+        begin += size
+    taken = all(sliced.takes(old, column) for old, column in zip(results, columns, strict=True))
+    return columns if taken else None
+
+
+def _strided(graph: fx.Graph, base: fx.Node, after: fx.Node, column: Tensor) -> fx.Node:
+    sizes: list[Any] = list(column.shape)
     for dim, size in enumerate(sizes):
         if isinstance(size, SymInt):
             with graph.inserting_after(after):
                 axis = [symbol(each) for each in shape_of(base)].index(symbol(size))
                 after = sizes[dim] = call_of_value(graph, size, torch.ops.aten.sym_size.int, base, axis)
-    strides = [1 if isinstance(size, int) and size == 1 else stride for size, stride in zip(view.shape, view.stride(), strict=True)]
     with graph.inserting_after(after):
-        return call_with_value(graph, torch.as_strided, base, sizes, strides, int(view.storage_offset()))
-
-
-def _trace_views_again(node: fx.Node) -> None:
-    """Gives the traced values of everything that shows `node` its new strides."""
-    for user in node.users:
-        if is_moving(user) and isinstance(value_of(user), Tensor):
-            user.meta["example_value"] = call(user, fx.map_arg(user.args, value_of), fx.map_arg(user.kwargs, value_of))
-            _trace_views_again(user)
+        return call_of_value(graph, column, torch.as_strided, base, sizes, list(column.stride()), int(column.storage_offset()))
 
 
 def _joined(result: Any, first: fx.Node, second: fx.Node) -> int | None:

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator
 
+from paged_attn.attn_ops.ops.define import overloads_of
 from paged_attn.passes.fx.graph_tools import bases_of, call, value_of, writes_in_place
 
 _ANY_STRIDES = ("aten", "prims", "paged_attn")
@@ -36,6 +37,15 @@ class SlicedValues:
         if kind not in self._takes:
             self._takes[kind] = _takes_slices(node, views)
         return self._takes[kind]
+
+    def takes(self, node: fx.Node, value: Tensor) -> bool:
+        """Whether `node` may be `value`, of other strides: no view needs those that it has, and it is not passed to a foreign op."""
+        try:
+            views = self.of_views(node, value)
+        except (RuntimeError, ValueError):  # a view() that would need a copy
+            return False
+        users = {user for view in (node, *views) for user in view.users}
+        return all(user.op == "output" or _takes_strides(user) for user in users)
 
     def of_views(self, node: fx.Node, value: Tensor) -> dict[fx.Node, Any]:
         """The example values of all views of `node`, and of their views, if `value` is `node`'s. Layers share them; nothing writes to them.
@@ -124,8 +134,8 @@ def _takes_strides(user: fx.Node) -> bool:
         return target != "as_strided"
     if user.op != "call_function":
         return False
-    if isinstance(target, OpOverload):
-        namespace, name = target.name().split("::")
-        return namespace in _ANY_STRIDES and not name.startswith("as_strided")
+    if overloads := overloads_of(target):  # Dynamo's `torch.ops.mylib.op` is a packet, of a module of PyTorch's
+        names = [overload.name().split("::") for overload in overloads]
+        return all(namespace in _ANY_STRIDES and not name.startswith("as_strided") for namespace, name in names)
     module = getattr(target, "__module__", None) or "torch"
     return module.split(".")[0] in _PYTORCH and not isinstance(target, HigherOrderOperator) and target is not torch.as_strided

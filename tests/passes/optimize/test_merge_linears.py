@@ -149,6 +149,7 @@ DENSE: dict[str, Callable[[Tensor], Tensor]] = {
     "as_strided": lambda t: t.as_strided((t.shape[1], 4), (16, 1)),
     "torch.as_strided of a view": lambda t: torch.as_strided(t.view(-1, 16), (t.shape[1], 4), (16, 1)),
     "an op of others": reads,
+    "an op of others, whichever of its overloads": torch.ops.merge_test.reads,
     "an op of others on a view": lambda t: reads(t.transpose(1, 2)),
 }
 

@@ -148,19 +148,79 @@ def written_between(product: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return first, k * own
 
 
+def rotated(product: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, _ = tokens_first(by_halves)(product, cos, sin)
+    return q, k
+
+
+def dense_for_a_view(product: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    q, k = rotated(product, cos, sin)
+    return q.view(-1, DIM), k * 2
+
+
+def dense_for_strides(product: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    q, k = rotated(product, cos, sin)
+    return torch.as_strided(q, (T, Q, DIM), (Q * DIM, DIM, 1)), k * 2
+
+
+_mine = torch.library.Library("rotation_test", "DEF")
+_mine.define("in_memory(Tensor x) -> Tensor")
+_mine.impl("in_memory", lambda x: torch.as_strided(x, (x.numel(),), (1,)) + 0, "CompositeExplicitAutograd")
+torch.library.register_fake("rotation_test::in_memory", lambda x: x.new_empty(x.numel()), lib=_mine)
+
+
+def dense_for_a_foreign_op(product: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    q, k = rotated(product, cos, sin)
+    return torch.ops.rotation_test.in_memory(q), k * 2
+
+
+def strides_of_all_tokens(product: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    """[2, T, heads, 8]: how far the second half is from the first depends on T."""
+    q, k, _ = (part.view(1, part.shape[1], -1, DIM) for part in parts(product))
+    return [torch.cat((each * cos.unsqueeze(2), each * sin.unsqueeze(2))) for each in (q, k)]
+
+
+def the_product_itself(product: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    product = product * 1
+    q, k, _ = (torch.dropout(part.view(1, part.shape[1], -1, DIM), 0.0, False) for part in parts(product))
+    q.add_(1)
+    k.add_(2)
+    return q, k, product + 1
+
+
 def not_neighbours(product: Tensor, cos: Tensor, sin: Tensor) -> Any:
     q, _, v = (part.view(1, part.shape[1], -1, DIM) for part in parts(product))
     return q.exp(), v.exp()
 
 
 @pytest.mark.parametrize(
-    "use", [other_factors, over_heads, two_results, read_inside, views_alone, used_before, not_neighbours, written_between]
-)
+    "use", [other_factors, over_heads, two_results, read_inside, views_alone, used_before, not_neighbours, written_between,
+            dense_for_a_view, dense_for_strides, dense_for_a_foreign_op, strides_of_all_tokens, the_product_itself]
+)  # fmt: skip
 def test_left_alone(use: Use) -> None:
     count, gm, inputs = rewritten(use)
     assert count == 0
     for one, other in zip(gm(*inputs), use(*GIVEN), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_part_is_one_of_a_single_pair() -> None:
+    """With three alike, the second is not computed once more with the third."""
+    count, gm, inputs = rewritten(lambda product, cos, sin: [part.view(1, part.shape[1], -1, DIM).exp() for part in parts(product)])
+    assert count == 1 and sorted(node.args[3] for node in gm.graph.find_nodes(op="call_function", target=torch.narrow)) == [16, 48]
+    for one, other in zip(gm(*inputs), [part.view(1, T, -1, DIM).exp() for part in parts(GIVEN[0])], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_is_taken_apart_knows_where_it_lies() -> None:
+    def use(product: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = rotated(product, cos, sin)
+        return *q.split(3, -1), *k.unbind(2)
+
+    count, gm, inputs = rewritten(use)
+    assert count == 1
+    for node, value in zip(gm.graph.output_node().args[0], gm(*inputs), strict=True):
+        assert node.meta["example_value"].stride()[1:] == value.stride()[1:]
 
 
 @pytest.mark.parametrize(("kind", "pairs"), [("llama", 3), ("qwen2", 3), ("stablelm", 3), ("qwen3", 0)])
