@@ -194,8 +194,8 @@ def _refusal(rows: Sequence[Sequence[int]], dtype: np.dtype[Any], what: str) -> 
 
 
 def copy_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Arrays of int64 or bool as tensors of the same shapes on a device: views of one buffer, copied at once, for which the host does not
-    wait. Each begins at a multiple of ALIGNMENT bytes."""
+    """Arrays of int64 or bool, of one or two dimensions, as tensors of the same shapes on a device: views of one buffer, copied at once,
+    for which the host does not wait. Each begins at a multiple of ALIGNMENT bytes."""
     starts, end = [], 0
     for each in arrays:
         starts.append(end)
@@ -207,16 +207,10 @@ def copy_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[
         views[each.dtype][offset : offset + each.size] = each.ravel()
     buffer = copy_to_device(memory, device)
     tensors = {np.dtype(np.int64): buffer, np.dtype(np.bool_): buffer.view(torch.bool)}
-    return [tensors[each.dtype].as_strided(each.shape, _strides(each.shape), offset) for each, offset in zip(arrays, offsets, strict=True)]
-
-
-def _strides(shape: Sequence[int]) -> list[int]:
-    """Of rows that lie one after another."""
-    strides, size = list[int](), 1
-    for length in reversed(shape):
-        strides.insert(0, size)
-        size *= length
-    return strides
+    return [
+        tensors[each.dtype].as_strided(each.shape, (1,) if each.ndim == 1 else (each.shape[1], 1), offset)
+        for each, offset in zip(arrays, offsets, strict=True)
+    ]
 
 
 def copy_to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:

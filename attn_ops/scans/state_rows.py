@@ -167,8 +167,10 @@ class Extends:
 
     def _make_bounds(self, size: int) -> Arrays:
         bounds = ChunkBounds.of(self.segments, size)
-        slots = np.where(bounds.ends >= 0, self.segments.slots[bounds.ends], 0)
-        return bounds.requests, np.stack([bounds.rows, bounds.counts, slots], 1)
+        chunks = np.empty((len(bounds.rows), 3), np.int64)
+        chunks[:, 0], chunks[:, 1] = bounds.rows, bounds.counts
+        chunks[:, 2] = np.where(bounds.ends >= 0, self.segments.slots[bounds.ends], 0)
+        return bounds.requests, chunks
 
     def taps(self, count: int, width: int) -> tuple[Tensor, Tensor]:
         """Indices of the last `count` tokens up to every row [N, count], including its own, and of the last `width` of each segment

@@ -43,8 +43,11 @@ class StateSegments(NamedTuple):
 
     def by_request(self, counts: Integers) -> Integers:
         """[2, E]: each request's first item, and how many it has, if its segments have `counts` [S] items in order."""
-        totals = np.bincount(self.owners, counts).astype(np.int64)
-        return np.stack([np.add.accumulate(totals) - totals, totals])
+        whole = self.owners[-1] == len(self.owners) - 1  # each request is one segment
+        totals = counts if whole else np.bincount(self.owners, counts).astype(np.int64)
+        found = np.empty((2, len(totals)), np.int64)
+        found[0], found[1] = np.add.accumulate(totals) - totals, totals
+        return found
 
 
 class ChunkBounds(NamedTuple):
