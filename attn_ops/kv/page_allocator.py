@@ -192,14 +192,16 @@ class GroupedAllocator(PageAllocator):
     def free(self, pages: Iterable[int]) -> None:
         pages = list(pages)
         super().free(pages)
-        self.give_back(pages, range(self.num_groups))
+        if pages:
+            self.give_back(pages, range(self.num_groups))
 
     def give_back(self, pages: Sequence[int] | NDArray[np.int64], groups: Sequence[int]) -> None:
         """Unmap the frames of these pages, which must be distinct, in these groups."""
-        at = np.ix_(np.asarray(groups, np.int64), np.asarray(pages, np.int64))
+        rows = np.asarray(groups, np.int64)
+        at = rows[:, None], np.asarray(pages, np.int64)  # np.ix_ takes as long as all else here
         frames = self.frames[at]
         self._free_frames += frames[frames > 0][::-1].tolist()
-        self.in_use[at[0].ravel()] -= np.count_nonzero(frames, axis=1)
+        self.in_use[rows] -= np.count_nonzero(frames, axis=1)
         self.frames[at] = 0
 
     def fill_up(self, page: int, source: int) -> None:
