@@ -36,6 +36,7 @@ from paged_attn.passes.prove.attention import AttentionProof, Prover, refuse_imp
 from paged_attn.passes.prove.dual_chunk import DualChunkProof
 from paged_attn.passes.prove.latent import LatentProof, LatentProver
 from paged_attn.passes.prove.score_subgraph import Recomputable
+from paged_attn.passes.recompute.nearby import find_nearby_rows
 from paged_attn.passes.recompute.program import Program
 from paged_attn.passes.replace_layers import pool_dtype, replace_layers
 from paged_attn.passes.report import Facts, GraphPass
@@ -44,7 +45,8 @@ _MULTIHEAD_ATTENTION = {"multi_head_attention_forward", "_native_multi_head_atte
 
 
 def _find(graph: fx.Graph, facts: Facts) -> str:
-    facts.sites = find_attention(graph, facts.form)
+    nearby = [] if facts.form.reason else find_nearby_rows(graph, facts.form, facts.values, facts.model)
+    facts.sites = sorted([*nearby, *find_attention(graph, facts.form)], key=lambda site: site.node)
     if facts.form.reason:
         refuse_implausible(facts.sites, facts.form, facts.values)
         raise CallNotPaged(facts.form.reason)

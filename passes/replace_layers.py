@@ -47,7 +47,7 @@ def replace_layers(graph: fx.Graph, facts: Facts) -> str:
             assert recompute is not None
             spec, op, replaced[found.node] = recompute.replace(found, layer_id, proof)
             assert isinstance(spec, RecomputeSpec)
-            few = "" if spec.reach is None else f" of no more than {spec.reach} tokens before a token"
+            few = "" if spec.reach is None else f" with no more than {spec.reach} before a token"
             evidence, declared = f"{proof.what}{few}: {RECOMPUTED}", NOT_COMPARED
         elif isinstance(latent, LatentProof):
             assert isinstance(proof, AttentionProof)

@@ -32,13 +32,14 @@ def _run(rows: Sequence[Tensor], owned: Sequence[Tensor], output: Tensor, layer_
             "allocate the pool with attention_layers(compiled)"
         )
     _store(context, spec, rows, layer_id)
-    starts = itertools.accumulate(context.batch.query_lens_host, initial=0)
-    for request, (start, new) in enumerate(zip(starts, context.batch.query_lens_host, strict=False)):
-        length = context.batch.seq_lens_host[request]
+    alone = _run_joined(context, spec, owned, output, layer_id) if spec.joined else range(len(context.batch.query_lens_host))
+    starts = list(itertools.accumulate(context.batch.query_lens_host, initial=0))
+    for request in alone:
+        start, new, length = starts[request], context.batch.query_lens_host[request], context.batch.seq_lens_host[request]
         first = 0 if spec.reach is None else max(0, length - new - spec.reach)
-        count = max(length - first, spec.min_tokens)  # padded with copies of the last token, which change no row before them
-        result = spec.program(count, _tokens(context, spec, layer_id, request, first, count), owned)
-        output[start : start + new] = result[length - first - new : length - first]
+        requests, positions = torch.full((length - first,), request), torch.arange(first, length)
+        result = _rows_of(context, spec, owned, layer_id, requests, positions)
+        output[start : start + new] = result[length - first - new :]
     output[context.batch.num_tokens :].zero_()
 
 
@@ -54,14 +55,36 @@ def _store(context: ForwardContext, spec: RecomputeSpec, rows: Sequence[Tensor],
         offset += row.elements
 
 
-def _tokens(context: ForwardContext, spec: RecomputeSpec, layer_id: int, request: int, first: int, count: int) -> list[Tensor]:
-    """The program's tensors for one request from its token `first` on, padded to `count` tokens by repeating the last one."""
+def _run_joined(context: ForwardContext, spec: RecomputeSpec, owned: Sequence[Tensor], output: Tensor, layer_id: int) -> list[int]:
+    """Runs all requests at once whose new tokens have `reach` tokens before them; returns the other requests."""
+    assert spec.reach is not None
+    news, lengths = torch.tensor(context.batch.query_lens_host), torch.tensor(context.batch.seq_lens_host)
+    fits = lengths - news >= spec.reach
+    requests = fits.nonzero().flatten()
+    if len(requests):
+        counts = news[requests] + spec.reach
+        within = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)  # 0, 1, ... of each request
+        positions = within + (lengths[requests] - counts).repeat_interleave(counts)
+        result = _rows_of(context, spec, owned, layer_id, requests.repeat_interleave(counts), positions)
+        new_ones = (within >= spec.reach).nonzero().flatten()
+        rows = torch.arange(int(news.sum()))[fits.repeat_interleave(news)]
+        output.index_copy_(0, rows.to(output.device), result.index_select(0, new_ones.to(output.device)).to(output.dtype))
+    return (~fits).nonzero().flatten().tolist()
+
+
+def _rows_of(
+    context: ForwardContext, spec: RecomputeSpec, owned: Sequence[Tensor], layer_id: int, requests: Tensor, positions: Tensor
+) -> Tensor:
+    """The program's rows for these tokens, which it is given in this order. If they are too few for it, the last one is repeated, which
+    changes no row before it."""
     batch, keys = context.batch, context.pool.key(layer_id)
-    positions = torch.arange(first, first + count, device=keys.device).clamp(max=batch.seq_lens_host[request] - 1)
-    pages = batch.page_table[request].to(torch.int64)[positions // batch.page_size]
-    elements = keys[pages, positions % batch.page_size, 0]  # [count, elements of all rows]
+    count, more = len(positions), max(0, spec.min_tokens - len(positions))
+    requests, positions = (torch.cat([each, each[-1:].expand(more)]).to(keys.device) for each in (requests, positions))
+    pages = batch.page_table.to(torch.int64)[requests, positions // batch.page_size]
+    elements = keys[pages, positions % batch.page_size, 0]  # [tokens, elements of all rows]
     ends = list(itertools.accumulate((row.elements for row in spec.rows), initial=0))
-    return [row.restored(elements[:, start:end]) for row, start, end in zip(spec.rows, ends, ends[1:], strict=False)]
+    given = [row.restored(elements[:, start:end]) for row, start, end in zip(spec.rows, ends, ends[1:], strict=False)]
+    return spec.program(count + more, given, owned)[:count]
 
 
 RECOMPUTE_ATTENTION = define_op(

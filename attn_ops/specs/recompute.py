@@ -72,6 +72,7 @@ class RecomputeSpec(AttentionSpec):
         rows: the program's inputs per token, in the order of their elements in K.
         min_tokens: the fewest tokens that the program may run on, because its trace does not hold for fewer.
         reach: how many tokens before a token its result is made of; None if all may be.
+        joined: whether, with a `reach`, requests may follow each other in one run, each with so many of its own tokens before its new ones.
         chooses: how many of the keys that it ranks a query takes (the fewest, if it ranks several times); None if it ranks none.
         computes: equal for programs that compute the same from operands of the same kinds.
         program: (number of tokens, the rows' tensors, the operands) -> [tokens, heads, v_dim].
@@ -80,6 +81,7 @@ class RecomputeSpec(AttentionSpec):
     rows: tuple[RowInput, ...]
     min_tokens: int
     reach: int | None = None
+    joined: bool = False
     chooses: int | None = None
     computes: str = field(repr=False)
     program: Callable[[int, Sequence[Tensor], Sequence[Tensor]], Tensor] = field(compare=False, repr=False)

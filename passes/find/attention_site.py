@@ -76,6 +76,11 @@ class ModuleScores:
 
 
 @dataclass(frozen=True)
+class NearbyRows:
+    """No attention: each row of `node` is made of those of a few tokens before it."""
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """weights(query @ key^T) @ value, as the graph spells it.
 
@@ -92,7 +97,7 @@ class AttentionSite:
     query: fx.Node
     key: fx.Node
     value: fx.Node
-    scores: SdpaScores | WrittenScores | DualChunkScores | ModuleScores
+    scores: SdpaScores | WrittenScores | DualChunkScores | ModuleScores | NearbyRows
     found_by: str
     original: str
     original_order: tuple[int, ...] = (0, 1, 2, 3)

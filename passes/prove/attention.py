@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, ModuleScores, SdpaScores, WrittenScores
+from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, ModuleScores, NearbyRows, SdpaScores, WrittenScores
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.fx.model_facts import least, max_positions
@@ -23,7 +23,7 @@ from paged_attn.passes.prove.mask_probe import MaskProbe, ShortTable, as_seen
 from paged_attn.passes.prove.mask_proof import MaskProof, prove, unproved
 from paged_attn.passes.prove.other_mask import OtherMask, hides_later_tokens
 from paged_attn.passes.prove.score_function import MORE_TOKENS, ScoreFunction, ScoreRegion, mixed_heads
-from paged_attn.passes.prove.score_subgraph import DependsOnHiddenStates, MixesTokens, Recomputable
+from paged_attn.passes.prove.score_subgraph import DependsOnHiddenStates, MixesNearby, MixesTokens, Recomputable
 from paged_attn.passes.prove.subgraph_probe import SubgraphProbe
 
 
@@ -63,6 +63,8 @@ class Prover:
         scores = site.scores
         if isinstance(scores, ModuleScores):
             raise MixesTokens(f"{site.where} mixes tokens in a way that is neither attention nor a recurrence")
+        if isinstance(scores, NearbyRows):
+            raise MixesNearby(f"{site.where} mixes rows with those of a few tokens before")
         if isinstance(scores, DualChunkScores):
             return self._dual_chunk(site, scores)
         if isinstance(scores, SdpaScores):

@@ -105,6 +105,12 @@ class MixesTokens(Recomputable):
     what = "a module that mixes tokens in a way of its own"
 
 
+class MixesNearby(Recomputable):
+    """Rows are made of those of a few tokens before, by no attention."""
+
+    what = "a mix of rows"
+
+
 def refuse_hidden_states(nodes: list[fx.Node], form: CallForm, where: str) -> None:
     """Refuses a mask or bias that is computed from the tokens' hidden states, and so is only known when a step runs.
 

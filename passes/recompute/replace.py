@@ -92,6 +92,7 @@ class RecomputeReplacer:
             rows=rows,
             min_tokens=self.form.min_tokens,
             reach=reach,
+            joined=reach is not None and not program.modules,  # a module's code may do something else with more tokens than were tried
             chooses=program.chooses,
             computes=program.computes,
             program=proved,

@@ -125,7 +125,8 @@ def test_two_steps_of_a_ragged_batch(padding: int, min_tokens: int) -> None:
     assert counts == ([5, 2, 3, 9, 2, 4] if min_tokens == 2 else [11] * 6)
 
 
-def test_no_more_tokens_are_read_than_the_program_reaches_back() -> None:
+@pytest.mark.parametrize("joined", [False, True])
+def test_no_more_tokens_are_read_than_the_program_reaches_back(joined: bool) -> None:
     counts = []
 
     def with_the_one_before(length: int, rows: Sequence[Tensor], owned: Sequence[Tensor]) -> Tensor:
@@ -133,13 +134,30 @@ def test_no_more_tokens_are_read_than_the_program_reaches_back() -> None:
         states = rows[0][0].transpose(0, 1)
         return states + torch.cat([torch.zeros(1, 2, 3), states[:-1]])
 
-    steps = Steps(replace(layer(), reach=1, program=with_the_one_before))
-    for step in (0, 1):
-        output = steps.run(step)
-    assert counts == [5, 2, 3, 5, 2, 2]
-    states = steps.data[0][0].view(-1, 2, 3)
-    assert torch.equal(output[:4], states[5:] + states[4:-1])
+    steps = Steps(replace(layer(), reach=1, joined=joined, program=with_the_one_before))
+    first, second = steps.run(0, padding=2), steps.run(1, padding=2)
+    assert counts == [5, 2, 3, *([9] if joined else [5, 2, 2])]
+    states = [each[0].view(-1, 2, 3) for each in steps.data]
+    whole = [each + torch.cat([torch.zeros(1, 2, 3), each[:-1]]) for each in states]
+    assert torch.equal(first[:9], torch.cat([each[: lengths[0]] for each, lengths in zip(whole, steps.lengths, strict=True)]))
+    assert torch.equal(second[:6], torch.cat([each[lengths[0] :] for each, lengths in zip(whole, steps.lengths, strict=True)]))
+    assert (first[9:] == 0).all() and (second[6:] == 0).all()
     assert steps.spec.describe() == "2 heads, causal, recomputed from a new one and 1 before it: 7 values a token"
+
+
+def test_a_request_without_enough_tokens_before_its_new_ones_runs_alone() -> None:
+    counts = []
+
+    def with_two_before(length: int, rows: Sequence[Tensor], owned: Sequence[Tensor]) -> Tensor:
+        counts.append(length)
+        return torch.nn.functional.pad(rows[0][0].transpose(0, 1), (0, 0, 0, 0, 2, -2))
+
+    steps = Steps(replace(layer(), reach=2, joined=True, program=with_two_before))
+    steps.run(0)
+    output = steps.run(1)
+    assert counts == [5, 2, 3, 9, 2]  # 4 + 2 and 1 + 2 tokens in one run; the second request has one before its new one
+    assert torch.equal(output[:4], steps.data[0][0].view(-1, 2, 3)[3:7]) and (output[4] == 0).all()
+    assert torch.equal(output[5], steps.data[2][0].view(-1, 2, 3)[1])
 
 
 def test_it_writes_its_own_slots_alone() -> None:

@@ -93,9 +93,9 @@ def sum_by_matrix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def smoothed_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A convolution over tokens on the way to the mask."""
+    """A convolution over tokens on the way to the mask, too wide to be an op of its own."""
     flat = k.transpose(-1, -2).flatten(1, 2)
-    smooth = F.conv1d(F.pad(flat, (3, 0)), torch.full((1, 1, 4), 0.25).expand(flat.shape[1], 1, 4), groups=flat.shape[1])
+    smooth = F.conv1d(F.pad(flat, (18, 0)), torch.full((1, 1, 19), 0.1).expand(flat.shape[1], 1, 19), groups=flat.shape[1])
     return sdpa(q, k, v, mask(q) + smooth.mean(1)[:, None, None])
 
 

@@ -55,8 +55,8 @@ def of_the_largest(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Ten
 
 
 def of_tokens_before(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-    """Keys and values are mixed with those of the token before, and nothing keeps these."""
-    k, v = (each + torch.nn.functional.pad(each, (0, 0, 1, 0))[:, :-1] for each in (k, v))
+    """Keys and values are mixed with those of a token long before, and nothing keeps these."""
+    k, v = (each + torch.nn.functional.pad(each, (0, 0, 20, 0))[:, :-20] for each in (k, v))
     return torch.nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], mask)[:, 0]
 
 

@@ -33,11 +33,11 @@ class Changed(nn.Module):
 
 
 def shifted(q: Tensor, pos: Tensor) -> Tensor:
-    return q + F.pad(q, (0, 0, 1, 0))[:, :, :-1]
+    return q + F.pad(q, (0, 0, 17, 0))[:, :, :-17]
 
 
 def convolved(q: Tensor, pos: Tensor) -> Tensor:
-    return F.conv2d(F.pad(q, (0, 0, 2, 0)), TAPS, groups=4)
+    return F.conv2d(F.pad(q, (0, 0, 18, 0)), TAPS, groups=4, dilation=(9, 1))
 
 
 def written(q: Tensor, pos: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def by_the_farthest(q: Tensor, pos: Tensor) -> Tensor:
 
 
 MIXED: dict[str, Change] = {
-    "the row before": shifted,
+    "a row before": shifted,
     "a row far before": lambda q, pos: q + F.pad(q, (0, 0, 300, 0))[:, :, : q.shape[2]],
     "a row farther before": lambda q, pos: q + F.pad(q, (0, 0, 3000, 0))[:, :, : q.shape[2]],
     "a row at a counted number": looked_up,
