@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # lowest finite float32
 LEAST = tl.constexpr(-(1 << 63))  # of 64 bits
 
 
@@ -53,6 +54,7 @@ def route_kernel(
             best, at = tl.max(rest, 1, return_indices=True)
             worth += best
             rest = tl.where(within[None, :] == at[:, None], float("-inf"), rest)
+        worth = tl.maximum(worth, LOWEST, propagate_nan=tl.PropagateNan.ALL)  # -inf is of groups that were taken
         worth = tl.where(group < GROUPS, worth, float("-inf"))
         taken = tl.zeros([G], tl.int32)
         for _ in tl.static_range(TOP_GROUPS):

@@ -67,6 +67,15 @@ def test_of_equals_the_first_is_chosen(dtype: torch.dtype) -> None:
     assert given[1].tolist() == [[1, 3, 2, 4], [0, 1, 2, 3]]
 
 
+def test_a_group_with_an_expert_that_is_shut_is_still_one_of_the_best() -> None:
+    """-inf is the score of such a group, and of those that were taken."""
+    shut = -torch.inf
+    logits = torch.tensor([[0.0, shut, 1.0, shut, 2.0, shut], [shut, shut, 3.0, 1.0, shut, 2.0]], device=DEVICE)
+    routing = Routing(3, "none", groups=3, top_groups=3, group_best=2)
+    given, (_, wanted) = route(logits, None, routing, torch.float32), routing(logits, None)
+    assert given is not None and given[1].tolist() == wanted.tolist() == [[4, 2, 0], [2, 5, 3]]
+
+
 @pytest.mark.parametrize("experts", [12, 16])
 def test_rows_without_numbers_get_experts_that_exist_and_harm_nobody(experts: int) -> None:
     logits = torch.randn(3, experts, device=DEVICE)
