@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import Writers, call, writers_of
+from paged_attn.passes.fx.graph_tools import Writers, call, value_of, writers_of
 from paged_attn.passes.fx.token_data import read_inputs
 from paged_attn.passes.fx.vmap_levels import VmapLevels
 
@@ -83,6 +83,20 @@ def evaluate_all(
                 raise KeyError(node)
             levels.after(node)
     return values
+
+
+def kind_of(nodes: Sequence[fx.Node]) -> Hashable:
+    """Equal for lists of nodes that do the same with inputs of the same layouts, as in layers that are alike."""
+    numbers = {node: f"%{index}" for index, node in enumerate(nodes)}
+
+    def named(argument: fx.Node) -> str:
+        if argument not in numbers:
+            value = value_of(argument)
+            layout = f"{value.dtype} {value.device} {value.shape} {value.stride()}" if isinstance(value, Tensor) else repr(value)
+            numbers[argument] = f"<{len(numbers)}: {layout}>"
+        return numbers[argument]
+
+    return tuple((node.op, node.target, repr(fx.map_arg((node.args, dict(node.kwargs)), named))) for node in nodes)
 
 
 def attribute_of(node: fx.Node) -> Any:

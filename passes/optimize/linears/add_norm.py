@@ -9,7 +9,7 @@ own; norms that are not x / sqrt(mean(x^2) + eps) * (offset + scale); a product 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import (
     behind_views,
+    call_of_value,
     call_with_value,
     is_written,
     keep_name,
@@ -33,7 +34,7 @@ from paged_attn.passes.fx.graph_tools import (
     writes_in_place,
 )
 from paged_attn.passes.fx.row_layout import MISFITS
-from paged_attn.passes.fx.slicing import evaluate
+from paged_attn.passes.fx.slicing import evaluate, kind_of
 
 # What a norm is made of; an addition of two tensors of its size is where it ends.
 _OPERATIONS = set("""
@@ -59,12 +60,16 @@ class _Site(NamedTuple):
 
 def fuse_add_norm(graph: fx.Graph, form: CallForm) -> int:
     """Rewrites in place; returns how many norms became part of a product."""
-    count = 0
+    count, formulas, results = 0, dict[Hashable, tuple[float, float] | None](), dict[Hashable, tuple[Tensor, ...]]()
     for linear in graph.find_nodes(op="call_function", target=LINEAR):
         site = _site(linear, form)
-        formula = None if site is None else _formula(site)
-        if site is not None and formula is not None:
-            _rewrite(graph, site, *formula)
+        if site is None:
+            continue
+        kind = kind_of(site.nodes)  # layers that are alike are tried once
+        if kind not in formulas:
+            formulas[kind] = _formula(site)
+        if (formula := formulas[kind]) is not None:
+            _rewrite(graph, site, *formula, results)
             count += 1
     if count:
         remove_dead_code(graph)
@@ -166,15 +171,22 @@ def _is_stored(term: Any, added: fx.Node) -> bool:
     return made
 
 
-def _rewrite(graph: fx.Graph, site: _Site, eps: float, offset: float) -> None:
+def _rewrite(graph: fx.Graph, site: _Site, eps: float, offset: float, results: dict[Hashable, tuple[Tensor, ...]]) -> None:
+    """`results`: traced ones, which layers share."""
     residual, given = site.added.args
     readers = {user for each in site.shown for user in each.users} - {*site.shown}
     keep = readers != {site.linear}
+    arguments = (given, residual, site.scale, eps, offset, *_weights(site.linear), keep)
+    kind = (repr([sizes_of(each) for each in (given, site.linear)]), value_of(site.added).dtype, keep)
     with graph.inserting_after(site.added):
-        fused = call_with_value(graph, ADD_NORM_LINEAR, given, residual, site.scale, eps, offset, *_weights(site.linear), keep)
+        if kind in results:
+            fused = call_of_value(graph, results[kind], ADD_NORM_LINEAR, *arguments)
+        else:
+            fused = call_with_value(graph, ADD_NORM_LINEAR, *arguments)
+            results[kind] = value_of(fused)
     for index, old in reversed([*enumerate((site.linear, site.normed, site.added))]):
         with graph.inserting_after(fused):
-            part = call_with_value(graph, operator.getitem, fused, index)
+            part = call_of_value(graph, value_of(fused)[index], operator.getitem, fused, index)
         if sizes_of(part) != sizes_of(old):
             with graph.inserting_after(part):
                 part = call_with_value(graph, torch.squeeze, part, 0)

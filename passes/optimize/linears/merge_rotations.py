@@ -8,7 +8,7 @@ the other is complete; results that a view or a foreign op needs dense; and what
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from torch import SymInt, Tensor, fx
 from paged_attn.passes.fx.graph_tools import (
     bases_of,
     call_of_value,
-    call_with_value,
     is_written,
     keep_name,
     op_name,
@@ -31,7 +30,7 @@ from paged_attn.passes.fx.graph_tools import (
     writes_in_place,
 )
 from paged_attn.passes.fx.row_layout import MISFITS
-from paged_attn.passes.fx.slicing import evaluate_all
+from paged_attn.passes.fx.slicing import evaluate_all, kind_of
 from paged_attn.passes.optimize.linears.sliced_values import SlicedValues
 from paged_attn.passes.optimize.row_region import is_moving
 
@@ -66,14 +65,14 @@ class _Twins(NamedTuple):
 def merge_rotations(graph: fx.Graph) -> int:
     """Rewrites in place; returns how many pairs became one."""
     parts = [part for node in graph.find_nodes(op="call_function", target=torch.narrow) if (part := _part(node)) is not None]
-    merged, sliced = set[fx.Node](), SlicedValues()
+    merged, sliced, known = set[fx.Node](), SlicedValues(), dict[Hashable, _Traced | None]()
     for first in parts:
         for second in parts:
             adjoin = second.source is first.source and second.start == first.start + first.length
             if not adjoin or not merged.isdisjoint((first.node, second.node)):
                 continue
             twins = _twins(first, second)
-            if twins is not None and _merge(graph, twins, sliced):
+            if twins is not None and _merge(graph, twins, sliced, known):
                 merged |= {first.node, second.node}
     if merged:
         remove_dead_code(graph)
@@ -158,11 +157,21 @@ def _of_both(one: Any, other: Any) -> Any:
     return one + other if isinstance(one, int) and isinstance(other, int) and one != other else one
 
 
-def _merge(graph: fx.Graph, twins: _Twins, sliced: SlicedValues) -> bool:
-    """False, and nothing is changed, if their operations do not take both parts at once, or what reads a result needs it dense."""
+class _Traced(NamedTuple):
+    """Traced values that layers share: of merged nodes and two more that bring tokens in front; of what takes the results' places."""
+
+    merged: list[Any]
+    columns: list[Tensor]
+
+
+def _merge(graph: fx.Graph, twins: _Twins, sliced: SlicedValues, known: dict[Hashable, _Traced | None]) -> bool:
+    """False, and nothing is changed, if their operations do not take both parts at once, or what reads a result needs it dense.
+
+    Args:
+        known: what was proved of other layers.
+    """
     first, width = twins.first, twins.first.length + twins.second.length
-    one, other = twins.results
-    place, copies = max(one, other), dict[fx.Node, fx.Node]()
+    place, copies = max(twins.results), dict[fx.Node, fx.Node]()
     for node, twin in twins.pairs.items():
         with graph.inserting_after(place):
             if node is first.node:
@@ -172,19 +181,24 @@ def _merge(graph: fx.Graph, twins: _Twins, sliced: SlicedValues) -> bool:
                 keywords = fx.map_arg(dict(node.kwargs), lambda each: copies.get(each, each))
                 place = graph.create_node(node.op, node.target, arguments, keywords)
         copies[node] = place
-    made, axis = list(copies.values()), _proved(twins, list(copies.values()), width)
-    if axis is not None:
-        for target, arguments in ((torch.movedim, (axis, -2)), ("contiguous", ())):
-            with graph.inserting_after(place):
-                place = call_with_value(graph, target, place, *arguments)
-            made.append(place)
-    columns = None if axis is None else _columns(value_of(place), twins.results, axis, sliced)
-    if columns is None:
+    made = list(copies.values())
+    kind = (kind_of([*twins.pairs, *twins.pairs.values()]), repr([sizes_of(node) for node in twins.results]))
+    if kind not in known:
+        known[kind] = _proved(twins, made, width)
+    traced = known[kind]
+    if traced is None or not all(sliced.takes(old, column) for old, column in zip(twins.results, traced.columns, strict=True)):
         for node in reversed(made):
             graph.erase_node(node)
         return False
+    axis = _joined(traced.merged[len(made) - 1], *twins.results)
+    for target, arguments in ((torch.movedim, (axis, -2)), ("contiguous", ())):
+        with graph.inserting_after(place):
+            place = call_of_value(graph, None, target, place, *arguments)
+        made.append(place)
+    for node, value in zip(made, traced.merged, strict=True):
+        node.meta["example_value"] = value
     base = place
-    for old, column in zip(twins.results, columns, strict=True):
+    for old, column in zip(twins.results, traced.columns, strict=True):
         place = _strided(graph, base, place, column)
         keep_name(place, old)
         for view, value in sliced.of_views(old, column).items():
@@ -193,26 +207,27 @@ def _merge(graph: fx.Graph, twins: _Twins, sliced: SlicedValues) -> bool:
     return True
 
 
-def _proved(twins: _Twins, merged: list[fx.Node], width: int) -> int | None:
-    """Traces the merged nodes and returns the dim in which their result is both results, bit for bit, on random numbers; None if there is
-    none."""
+def _proved(twins: _Twins, merged: list[fx.Node], width: int) -> _Traced | None:
+    """None unless the result of the merged nodes is both results, bit for bit, on random numbers, in one dim."""
     inside = {*twins.pairs, *twins.pairs.values()}
     outside = {each for node in inside for each in node.all_input_nodes} - inside - {twins.first.source, *twins.repeated}
     part = value_of(twins.first.node)
     try:
-        traced = {node: value_of(node) for node in outside} | {merged[0]: part.new_empty((*part.shape[:-1], width))}
-        values = evaluate_all(merged, traced)
+        given = {node: value_of(node) for node in outside} | {merged[0]: part.new_empty((*part.shape[:-1], width))}
+        values = evaluate_all(merged, given)
     except MISFITS:
         return None
-    for node in merged:
-        node.meta["example_value"] = values[node]
     axis = _joined(values[merged[-1]], *twins.results)
-    return axis if axis is not None and _gives_the_same(twins, merged, outside, width, axis) else None
+    if axis is None or not _gives_the_same(twins, merged, outside, width, axis):
+        return None
+    turned = values[merged[-1]].movedim(axis, -2)
+    columns = _columns(base := turned.contiguous(), twins.results, axis)
+    return None if columns is None else _Traced([*(values[node] for node in merged), turned, base], columns)
 
 
-def _columns(base: Tensor, results: tuple[fx.Node, fx.Node], axis: int, sliced: SlicedValues) -> list[Tensor] | None:
+def _columns(base: Tensor, results: tuple[fx.Node, fx.Node], axis: int) -> list[Tensor] | None:
     """What takes the place of both results: views of `base` by strides; of any other view that leaves a piece, Inductor makes a copy, in a
-    kernel of its own. None if what reads a result does not take its strides, or if they depend on T."""
+    kernel of its own. None if the strides depend on T."""
     columns, begin = list[Tensor](), 0
     for old in results:
         size = shape_of(old)[axis]
@@ -222,8 +237,7 @@ def _columns(base: Tensor, results: tuple[fx.Node, fx.Node], axis: int, sliced: 
             return None
         columns.append(base.as_strided(view.shape, strides, int(view.storage_offset())))
         begin += size
-    taken = all(sliced.takes(old, column) for old, column in zip(results, columns, strict=True))
-    return columns if taken else None
+    return columns
 
 
 def _strided(graph: fx.Graph, base: fx.Node, after: fx.Node, column: Tensor) -> fx.Node:

@@ -13,6 +13,7 @@ from paged_attn import SamplingParams
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import CaptureError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.linears.add_norm import ADD_NORM_LINEAR
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.check.runs.traced_served import TracedServed
@@ -147,9 +148,10 @@ def test_compiled_pieces_run_one_row() -> None:
 @pytest.mark.usefixtures("traced_anew")
 def test_the_graph_calls_the_op_and_explain_says_so() -> None:
     found = engine_of().runner.compiled.rewrite  # type: ignore[attr-defined]
-    calls = [node for node in found.gm.graph.nodes if node.target is LINEAR]
+    calls = [node.target for node in found.gm.graph.nodes if node.target in (LINEAR, ADD_NORM_LINEAR)]
     assert len(calls) == found.counts["gemv"] == 22  # q, k, v, o, gate, up and down of three layers, and the head
-    assert "22 linears have a kernel for single rows" in besides(found)
+    assert calls.count(ADD_NORM_LINEAR) == found.counts["add_norm"] == 6
+    assert "22 linears have a kernel for single rows" in besides(found) and "6 norms are part of a product" in besides(found)
 
 
 class Angles:
