@@ -213,3 +213,29 @@ class UninitialisedScores(Causal):
         for layer in self.layers:
             x = layer(x, mask, table)
         return self.head(x)
+
+
+class ConvolvedLayer(SlicedLayer):
+    """Keys and values are weighted sums with those of the token before, by head; in a window of 8 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taps = nn.Parameter(torch.rand(2, HEADS, 2))
+
+    def forward(self, x: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        k, v = (self.convolved(each, taps) for each, taps in zip((k, v), self.taps, strict=True))
+        cos, sin = (each[position_ids].unsqueeze(1) for each in self.rotary(v, seq_len=k.shape[-2]))
+        q, k = (each * cos + turned(each) * sin for each in (q, k))
+        row = torch.arange(x.shape[1])
+        mask = mask.masked_fill(row < row[:, None] - 7, torch.finfo(x.dtype).min)
+        attended = F.scaled_dot_product_attention(q, k, v, mask)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+    def convolved(self, x: Tensor, taps: Tensor) -> Tensor:
+        longer = F.pad(x, (0, 0, 1, 0))
+        return taps[:, :1, None] * longer[:, :, :-1] + taps[:, 1:, None] * longer[:, :, 1:]
+
+
+class ConvolvedKeys(SlicedRotary):
+    layer = ConvolvedLayer

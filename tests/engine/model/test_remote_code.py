@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from paged_attn import LLM, SamplingParams
+from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 from tests.engine.model import remote_code
 from tests.engine.model.remote_code import Causal
 from tests.engine.runners.own_positions import greedy_loop
@@ -16,7 +17,7 @@ from tests.oracle import random_prompts
 
 PROMPTS = random_prompts((1, 5, 17, 33, 70))
 GREEDY = SamplingParams(max_new_tokens=8)
-KINDS = ("SlicedRotary", "GrownSlicedRotary", "GrowingRotary", "UninitialisedScores", "SdpaByLength")
+KINDS = ("SlicedRotary", "GrownSlicedRotary", "GrowingRotary", "UninitialisedScores", "SdpaByLength", "ConvolvedKeys")
 
 
 def made(name: str) -> Causal:
@@ -34,6 +35,13 @@ def test_tokens_are_those_of_the_model(name: str) -> None:
     for page_size in (1, 16):
         with LLM(model, page_size=page_size, num_pages=400, max_batch_tokens=16) as llm:
             assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == expected(name), f"page size {page_size}"
+
+
+def test_attention_over_keys_that_are_mixed_with_those_before_stays_on_pages() -> None:
+    with LLM(made("ConvolvedKeys"), num_pages=40) as llm:
+        specs = [layer.spec for layer in llm.engine.runner.compiled.rewrite.layers]
+    assert [spec.sliding_window for spec in specs if not isinstance(spec, RecomputeSpec)] == [8, 8]
+    assert [spec.reach for spec in specs if isinstance(spec, RecomputeSpec)] == [1, 1, 1, 1]
 
 
 def test_a_wrapper_is_called_as_what_it_wraps() -> None:
