@@ -46,6 +46,11 @@ def module_of(module_id: int) -> nn.Module:
     return module
 
 
+def call_of(module_id: int) -> Callable[[nn.Module, Sequence[Tensor]], Tensor]:
+    """How the module with this number is called."""
+    return _calls[module_id]
+
+
 def _call(inputs: Sequence[Tensor], module_id: int) -> Tensor:
     module = module_of(module_id)
     return _calls[module_id](module, inputs)

@@ -17,22 +17,27 @@ MOST = 16  # tokens; a decay that is longer leaves a trace in the bits of a row 
 
 
 def reach_of(
-    program: Program, rows: Sequence[RowInput], owned: Sequence[Tensor], total: int, least: int, device: torch.device
-) -> int | None:
+    program: Program, rows: Sequence[RowInput], owned: Sequence[Tensor], total: int, least: int, device: torch.device,
+    other: Callable[[], Program] | None = None,
+) -> int | None:  # fmt: skip
     """How many tokens before a token its result is made of, if these are at most MOST; None if there are more.
 
     A token that is NaN makes NaN of all that is computed from it, whatever its share; all other rows must keep their bits. Then the program
     must give the same rows from a later token on, where it knows neither those before nor their number. Tried on tokens that differ, and
-    on tokens that are nearly alike, of which each, or none, is chosen where a module chooses tokens.
+    on tokens that are nearly alike, of which each, or none, is chosen where a module chooses tokens; and with other weights.
 
     Args:
         total: tokens of the longest call that is tried. least: the fewest tokens that the program may run on.
+        other: makes the program with other weights, given these.
     """
     generator, found = torch.Generator().manual_seed(17), 0
     some, one = ([torch.randn(count, row.width, generator=generator) for row in rows] for count in (total, 1))
+    alike = [[sign * same + 0.01 * each for same, each in zip(one, some, strict=True)] for sign in (10, -10)]
+    calls: list[tuple[Callable[[], Program], list[Tensor]]] = [(lambda: program, given) for given in (some, *alike)]
+    calls += [] if other is None else [(other, some)]
     try:
-        for given in (some, *([sign * same + 0.01 * each for same, each in zip(one, some, strict=True)] for sign in (10, -10))):
-            tried = _Tried(program, rows, owned, [each.to(device, row.dtype) for each, row in zip(given, rows, strict=True)])
+        for make, given in calls:
+            tried = _Tried(make(), rows, owned, [each.to(device, row.dtype) for each, row in zip(given, rows, strict=True)])
             found = max(found, tried.reach(total))
             if found > MOST or not tried.runs_from_later_on(total, found, least):
                 return None

@@ -233,6 +233,43 @@ def test_a_convolution_runs_on_a_few_tokens(caplog: pytest.LogCaptureFixture) ->
     assert "a token costs more the later it comes" not in caplog.text
 
 
+class CanonByPlace(Canon):
+    """As strong as a table says."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("strength", torch.ones(1024, dtype=dtype))
+
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        places = torch.arange(x.shape[1])[None] if position_ids is None else position_ids
+        return x + nn.Conv1d.forward(self, x.mT)[..., : x.shape[1]].mT * self.strength[places][..., None]
+
+
+class WithCanonByPlace(WithCanon):
+    def __init__(self, given: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.positions, self.given = nn.Embedding(1024, WIDTH), given
+        self.canon = nn.ModuleList(CanonByPlace(dtype) for _ in range(2))
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.positions(position_ids)
+        mask = position_ids[0, :, None] >= position_ids[0]
+        for canon, layer in zip(self.canon, self.layers, strict=True):
+            x = x + layer(canon(x, position_ids) if self.given else canon(x), where={"mask": mask, "positions": position_ids})[0]
+        return self.head(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_convolution_with_a_table_of_places_runs_on_all_tokens(given: bool, dtype: torch.dtype) -> None:
+    """Its entries are alike for more tokens than are tried, and no code names that number."""
+    model, (prompt,) = WithCanonByPlace(given, dtype).eval(), random_prompts((410,))
+    for canon in model.canon:
+        canon.strength[400:] = -3
+    with torch.no_grad(), LLM(model, num_pages=64) as llm:
+        assert [c.token_ids for c in llm.generate([prompt], SamplingParams(max_new_tokens=6))] == [greedy(model, prompt, 6)]
+
+
 def seen_late(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
     """Right for short calls; from 128 tokens on an entry is seen before its window is complete."""
     places = torch.cos(positions.float()[..., None] * torch.arange(WIDTH))
