@@ -32,8 +32,9 @@ from paged_attn.passes.fx.graph_tools import (
 from paged_attn.passes.fx.model_facts import max_positions, model_dtype
 from paged_attn.passes.fx.slicing import attribute_of
 from paged_attn.passes.fx.token_data import read_inputs, token_axis
+from paged_attn.passes.recompute.other_weights import reach_of_program
 from paged_attn.passes.recompute.program import make_program, prove_causal, row_input
-from paged_attn.passes.recompute.reach import MOST, reach_of
+from paged_attn.passes.recompute.reach import MOST
 from paged_attn.passes.recompute.region import TokenRows, find_recompute_region
 
 _SHIFTS = {"pad", "constant_pad_nd", "roll", "conv1d", "conv2d"}
@@ -118,7 +119,7 @@ class _Search:
                 rows = [row_input(node, self.form, dtype) for node in region.rows]
                 owned = list(self._tensors(program.owned))
                 total = prove_causal(program, rows, owned, self.form, device, where, max_positions(self.model))
-                self.reaches[program.computes] = reach_of(program, rows, owned, total, self.form.min_tokens, device)
+                self.reaches[program.computes] = reach_of_program(program, rows, owned, total, self.form.min_tokens, device)
         except UnsupportedError:
             return None
         return region.rows if self.reaches[program.computes] else None

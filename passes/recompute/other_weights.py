@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from paged_attn.attn_ops.ops.module import MODULE_ON_ALL_TOKENS, call_of, module_of, register_module
+from paged_attn.attn_ops.specs.recompute import RowInput
 from paged_attn.passes.recompute.program import Program
+from paged_attn.passes.recompute.reach import reach_of
 
 
 def tensors_of(modules: Sequence[nn.Module]) -> list[Tensor]:
@@ -60,3 +63,13 @@ def _copied(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
 def _changed(held: dict[str, Any]) -> dict[str, Any]:
     """Special tensors, such as quantised ones, stay."""
     return {name: other_numbers(value) if type(value) in (Tensor, nn.Parameter) else value for name, value in held.items()}
+
+
+def reach_of_program(
+    program: Program, rows: Sequence[RowInput], owned: Sequence[Tensor], total: int, least: int, device: torch.device
+) -> int | None:
+    """`reach_of`, tried with other weights, too. A table of whole numbers is one of places, maybe: there are no others to try in its
+    place."""
+    if not all(each.is_floating_point() or each.numel() <= total for each in (*owned, *tensors_of(program.modules))):
+        return None
+    return reach_of(program, rows, owned, total, least, device, partial(OtherWeights, program))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,9 +25,8 @@ from paged_attn.passes.fx.model_facts import max_positions, model_dtype
 from paged_attn.passes.fx.slicing import attribute_of
 from paged_attn.passes.prove.other_mask import OtherMask
 from paged_attn.passes.prove.score_subgraph import Recomputable
-from paged_attn.passes.recompute.other_weights import OtherWeights, tensors_of
+from paged_attn.passes.recompute.other_weights import reach_of_program
 from paged_attn.passes.recompute.program import Program, make_program, prove_causal, row_input
-from paged_attn.passes.recompute.reach import reach_of
 from paged_attn.passes.recompute.region import RecomputeRegion, TokenRows, find_recompute_region
 from paged_attn.passes.replace.attention import use_output
 
@@ -75,11 +73,7 @@ class RecomputeReplacer:
             owned = [self._tensor(node) for node in program.owned]
             longest = max_positions(self.model)
             total = prove_causal(program, rows, owned, self.form, result.device, where, longest)
-            reach = None
-            # A table of whole numbers is one of places, maybe: there are no others to try in their place.
-            if all(each.is_floating_point() or each.numel() <= total for each in (*owned, *tensors_of(program.modules))):
-                least, other = self.form.min_tokens, partial(OtherWeights, program)
-                reach = reach_of(program, rows, owned, total, least, result.device, other)
+            reach = reach_of_program(program, rows, owned, total, self.form.min_tokens, result.device)
             if program.max_tokens is not None and (longest is None or program.max_tokens < longest):
                 logger.warning(
                     "%s: requests end at %d tokens, as its code holds the number %d, and what it computes from so many tokens on is "
