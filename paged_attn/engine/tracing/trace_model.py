@@ -213,7 +213,7 @@ def _say_on_all_tokens(calls: Mapping[str, AllTokensCall], rewrite: Rewrite) -> 
             why,
         )
     if few := [f"{spec.module} ({spec.reach})" for spec in specs if spec.reach is not None]:
-        logger.info("in every step the last tokens before a new one run once more through %s, which mix them", ", ".join(few))
+        logger.info("in every step the new tokens, and so many before them, run through %s", ", ".join(few))
 
 
 def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: bool) -> tuple[CompiledGraph, list[Any]]:
