@@ -55,8 +55,7 @@ def test_rows_of_slices() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(("biased", "keep"), [(True, True), (False, False)])
 @pytest.mark.parametrize(
     ("count", "length", "offset"), [(1, 16, 0.0), (7, 48, 1.0), (64, 64, 0.0), (33, 100, 1.0), (5, 2880, 0.0), (3, 4097, 0.0)]
 )
