@@ -73,7 +73,7 @@ def _told(argument: Any, never: bool) -> Hashable:
 @cache
 def _not_specialised(function: Any) -> tuple[str, ...]:
     """The interpreter's kernels do not know it."""
-    found = re.search(r"do_not_specialize=(\[.*?\])", inspect.getsource(function).split("def ")[0])
+    found = re.search(r"do_not_specialize=(\[.*?\])", inspect.getsource(function).split("def ")[0], re.DOTALL)
     return tuple(ast.literal_eval(found[1])) if found else ()
 
 
