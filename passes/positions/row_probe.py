@@ -111,11 +111,14 @@ class RowProbe:
 
     def is_constant(self, node: fx.Node) -> bool:
         """Whether all rows are equal, and the same at both lengths. Raises as `lengths`."""
-        one, two = (self.at(node, length) for length in self.lengths(node))
+        lengths = self.lengths(node)
+        one, two = (self.at(node, length) for length in lengths)
         if not isinstance(one, Tensor):
             return type(one) is type(two) and bool(one == two)
         for axis, size in enumerate(value_of(node).shape):
-            if depends_on(size, self.form.num_tokens):  # max(T, 77) rows are as many at both lengths, and still rows
+            # max(T, 77) rows are as many at both lengths, and still rows; the one chunk of both calls is none.
+            of_tokens = depends_on(size, self.form.num_tokens) and one.shape[axis] >= max(lengths)
+            if of_tokens or one.shape[axis] != two.shape[axis]:
                 one, two = _collapsed(one, axis), _collapsed(two, axis)
                 if one is None or two is None:
                     return False
