@@ -99,7 +99,10 @@ def test_explain_says_what_passes_did_besides_paging() -> None:
     counts = llm.engine.runner.compiled.rewrite.counts
     moved, late = counts["early_logits_gather"], counts["late_views"]
     assert moved > 0 and late > 0
-    words = f"{moved} operations at the end compute the wanted rows only, 15 weights merged into 6, {late} views and copies are made later"
+    words = (
+        f"{moved} operations at the end compute the wanted rows only, 15 weights merged into 6, "
+        f"3 pairs of parts go through the same operations as one, {late} views and copies are made later"
+    )
     assert f"\n  besides      {words}\n" in explain(llm)
     assert "besides" not in explain(LLM(build("llama"), num_pages=8, early_logits_gather=False, disable_passes=("late_views",)))
 

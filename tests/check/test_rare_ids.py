@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paged_attn import LLM, UnsupportedError
+from paged_attn import LLM, SamplingParams, UnsupportedError
 from paged_attn.check.runs.steps import rare_ids, with_rare_ids
 
 IDS, WIDTH, HEADS, RARE = 4096, 32, 4, 3071
@@ -41,11 +41,28 @@ class OfRareIds(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("kind", ["padding", "documents", "shift"])
+@pytest.mark.parametrize("kind", ["padding", "documents"])
 def test_a_model_that_treats_a_rare_id_otherwise_is_refused(kind: str) -> None:
     torch.manual_seed(0)
     with pytest.raises(UnsupportedError, match=r"cannot be recomputed|if the batch has other requests"):
         LLM(OfRareIds(kind).eval(), num_pages=64)
+
+
+def test_a_row_that_a_rare_id_brings_in_is_there() -> None:
+    """The shift is an op of its own, on the new tokens and the one before them."""
+    torch.manual_seed(0)
+    model = OfRareIds("shift").eval()
+    prompts = [[5, RARE, 7], [RARE, RARE], [3, 4, 5, 6, RARE], [8, 9, RARE, 11, 12]]
+    with LLM(model, num_pages=64, page_size=4, max_batch_tokens=8) as llm:
+        got = [each.token_ids for each in llm.generate(prompts, SamplingParams(max_new_tokens=12))]
+    with torch.no_grad():
+        rows = [torch.tensor([prompt + list(tokens)]) for prompt, tokens in zip(prompts, got, strict=True)]
+        own = [model(row)[0, len(prompt) - 1 : -1] for row, prompt in zip(rows, prompts, strict=True)]
+        assert [list(tokens) for tokens in got] == [each.argmax(-1).tolist() for each in own]
+        model.special.fill_(False)
+        assert not any(
+            torch.allclose(each[0], model(row)[0, len(prompt) - 1]) for each, row, prompt in zip(own, rows, prompts, strict=True)
+        )
 
 
 def test_ids_are_rare_where_nearly_all_others_have_one_row() -> None:
