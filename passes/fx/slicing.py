@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -97,6 +97,16 @@ def kind_of(nodes: Sequence[fx.Node]) -> Hashable:
         return numbers[argument]
 
     return tuple((node.op, node.target, repr(fx.map_arg((node.args, dict(node.kwargs)), named))) for node in nodes)
+
+
+def literals_of(nodes: Sequence[fx.Node]) -> Iterator[float]:
+    """The numbers below a million that stand in the nodes' arguments."""
+    for node in nodes:
+        found: list[Any] = []
+        fx.node.map_aggregate((node.args, node.kwargs), found.append)
+        for each in found:
+            if isinstance(each, int | float) and not isinstance(each, bool) and abs(each) < 1e6:
+                yield float(each)
 
 
 def attribute_of(node: fx.Node) -> Any:

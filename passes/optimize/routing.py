@@ -36,7 +36,7 @@ from paged_attn.passes.fx.graph_tools import (
     written_values,
 )
 from paged_attn.passes.fx.row_layout import MISFITS
-from paged_attn.passes.fx.slicing import evaluate_all
+from paged_attn.passes.fx.slicing import evaluate_all, literals_of
 from paged_attn.passes.fx.token_data import read_inputs
 from paged_attn.passes.recompute.code_numbers import CROWD, LATEST
 
@@ -165,7 +165,7 @@ def _is_matrix(node: Any) -> bool:
 def proved_routing(region: RouterRegion, known: Iterable[Routing]) -> Routing | None:
     """The spec that gives the region's ids and weights on every probe; `known`: other layers' specs, tried first."""
     probes = [_probe(region, rows, spread) for rows in ROWS for spread in SPREADS]
-    crowd = CROWD + max((int(number) for number in _literals(region.nodes) if CROWD <= number <= LATEST), default=0)
+    crowd = CROWD + max((int(number) for number in literals_of(region.nodes) if CROWD <= number <= LATEST), default=0)
     logits, bias = probes[0]
     probes.append((logits[:1].repeat(crowd, 1), bias))  # more than any capacity of theirs for the same experts
     try:
@@ -223,7 +223,7 @@ def _candidates(region: RouterRegion) -> Iterator[Routing]:
     names = [name_of(node) for node in region.nodes]
     top_k = int(value_of(region.ids).shape[-1])
     experts = int(value_of(region.logits).shape[1])
-    literals = set(_literals(region.nodes))
+    literals = set(literals_of(region.nodes))
     scores: list[tuple[Score, Score]] = [("none", "none")]
     kinds: tuple[Score, ...] = ("softmax", "sigmoid")
     for score in kinds:
@@ -243,12 +243,3 @@ def _candidates(region: RouterRegion) -> Iterator[Routing]:
     for (count, taken, best, hidden), (score, after), (divided, eps), scale in itertools.product(groups, scores, renormalised, scales):
         rounded = score != "none" and value_of(next(node for node in region.nodes if score in name_of(node))).dtype.itemsize == 2
         yield Routing(top_k, score, after, count, taken, best, hidden, divided, eps, scale, rounded)
-
-
-def _literals(nodes: list[fx.Node]) -> Iterator[float]:
-    for node in nodes:
-        found: list[Any] = []
-        fx.node.map_aggregate((node.args, node.kwargs), found.append)
-        for each in found:
-            if isinstance(each, int | float) and not isinstance(each, bool) and abs(each) < 1e6:
-                yield float(each)

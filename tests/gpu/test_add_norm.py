@@ -10,6 +10,7 @@ from torch import Tensor
 from paged_attn import LLM, SamplingParams
 from paged_attn.attn_ops.ops.linears.add_norm import ADD_NORM, ADD_NORM_KERNEL, ADD_NORM_LINEAR, ADD_NORM_LINEAR_KERNEL, rms_norm
 from paged_attn.attn_ops.ops.linears.linear import ONE_ROW_KERNEL
+from tests.gpu.captured_chain import check_replays
 from tests.oracle import random_prompts
 from tests.tiny_models import build
 
@@ -73,17 +74,7 @@ def test_a_captured_chain_reads_what_the_kernels_before_it_wrote(length: int) ->
                 row = wide[-1:].tanh()
         return row + total
 
-    chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain()
-    for seed in range(40):
-        torch.manual_seed(seed)
-        x.copy_(torch.randn(1, length))
-        expected = chain().clone()
-        out.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(out, expected), seed
+    check_replays(chain, x)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_moe"])

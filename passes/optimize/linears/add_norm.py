@@ -9,7 +9,7 @@ own; norms that are not x / sqrt(mean(x^2) + eps) * (offset + scale); a product 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from paged_attn.passes.fx.graph_tools import (
     writes_in_place,
 )
 from paged_attn.passes.fx.row_layout import MISFITS
-from paged_attn.passes.fx.slicing import evaluate, kind_of
+from paged_attn.passes.fx.slicing import evaluate, kind_of, literals_of
 
 # What a norm is made of; an addition of two tensors of its size is where it ends.
 _OPERATIONS = set("""
@@ -201,8 +201,7 @@ def _weights(linear: fx.Node) -> tuple[Any, Any]:
 
 def _formula(site: _Site) -> tuple[float, float] | None:
     """(eps, offset) with which `rms_norm` gives what the nodes compute, on rows of which some are so small that eps decides."""
-    literals = set(_literals(site.nodes))
-    for eps in sorted(number for number in literals if 0 < number <= _MOST_EPS):
+    for eps in sorted({number for number in literals_of(site.nodes) if 0 < number <= _MOST_EPS}):
         given = _probe(site, eps)
         x, scale = given[site.added], given[site.scale]
         try:
@@ -224,10 +223,3 @@ def _probe(site: _Site, eps: float) -> dict[fx.Node, Tensor]:
     rows = rows.view(*(1,) * (x.dim() - 2), *rows.shape)
     factors = torch.rand(scale.shape, generator=numbers) + 0.5
     return {site.added: rows.to(x.device, x.dtype), site.scale: factors.to(scale.device, scale.dtype)}
-
-
-def _literals(nodes: list[fx.Node]) -> Iterator[float]:
-    for node in nodes:
-        found: list[Any] = []
-        fx.node.map_aggregate((node.args, node.kwargs), found.append)
-        yield from (float(each) for each in found if isinstance(each, float))

@@ -166,13 +166,18 @@ def test_weights_of_today_are_used() -> None:
         assert before != after == greedy(model, prompts[0], 8)
 
 
-def test_what_is_made_of_the_length_beside_an_attention() -> None:
-    model, prompts = Model(of_a_long_filter).eval(), random_prompts((1, 5, 17, 33))
+def check_beside_an_attention(model: Model, own: Callable[[Model, list[int], int], list[int]]) -> None:
+    """Its first layer runs on all tokens, and the second, an attention of another kind, on pages: the model's `own` tokens."""
+    prompts = random_prompts((1, 5, 17, 33))
     model.layers[1] = OtherAttention(attention)
     with torch.no_grad(), LLM(model, max_batch_tokens=16, num_pages=20) as llm:
         assert [isinstance(layer.spec, RecomputeSpec) for layer in llm.engine.runner.compiled.rewrite.layers] == [True, False]
         got = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=8))]
-        assert got == [greedy(model, prompt, 8) for prompt in prompts]
+        assert got == [own(model, prompt, 8) for prompt in prompts]
+
+
+def test_what_is_made_of_the_length_beside_an_attention() -> None:
+    check_beside_an_attention(Model(of_a_long_filter).eval(), greedy)
 
 
 def with_a_zero_key(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
@@ -189,12 +194,7 @@ class Positionless(Model):
 
 @pytest.mark.parametrize("mix", [of_a_long_filter, with_a_zero_key])
 def test_modules_of_a_model_without_position_ids(mix: Mixer) -> None:
-    model, prompts = Positionless(mix).eval(), random_prompts((1, 5, 17, 33))
-    model.layers[1] = OtherAttention(attention)
-    with torch.no_grad(), LLM(model, max_batch_tokens=16, num_pages=20) as llm:
-        assert [isinstance(layer.spec, RecomputeSpec) for layer in llm.engine.runner.compiled.rewrite.layers] == [True, False]
-        got = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=8))]
-        assert got == [greedy_loop(model, prompt, 8) for prompt in prompts]
+    check_beside_an_attention(Positionless(mix).eval(), greedy_loop)
 
 
 class Canon(nn.Conv1d):
