@@ -67,3 +67,8 @@ def early_start(device: torch.device, wanted: bool = True) -> dict[str, bool]:
 def power_of_2(size: int) -> int:
     """The smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
+
+
+def blocks_of(count: int, size: int) -> int:
+    """How many blocks of `size` hold `count`. Trap: `triton.cdiv` and `triton.next_power_of_2` take 2 us each on the host."""
+    return -(-count // size)

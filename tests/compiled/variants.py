@@ -30,7 +30,7 @@ from paged_attn.compiled.steps_ahead import compile_steps_ahead
 from paged_attn.recurrent.as_ops import by_ops
 
 CPU = torch.device("cpu")
-LAUNCHING = ("scans.triton.conv", "scans.triton.prompts", "scans.triton.steps", "experts.triton.few", "experts.triton.grouped")
+LAUNCHING = ("scans.triton.conv", "scans.triton.steps", "experts.triton.few", "experts.triton.grouped")
 HERE = frozenset({device_word(CPU)})
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from paged_attn.attn_ops.scans.short_conv import channels_in
 from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
 from paged_attn.backends.compiling.compile_ahead import launch
+from paged_attn.backends.fast_launch import keyed_launch
+from paged_attn.backends.machine import blocks_of, power_of_2
 from paged_attn.backends.scans.triton.conv_kernel import conv_extend, conv_state, conv_step
 from paged_attn.backends.unit_stride import unit_last
 
@@ -62,16 +64,17 @@ def extend(
     before = (extends.slots_on_device, extends.continues, extends.starts_on_device)
     for part in _parts(x, columns, weight, bias, output, states):
         channels, group = len(part.weight), part.x.shape[2]
-        launch(
-            conv_extend, (triton.cdiv(len(rows), PROMPT_TOKENS), triton.cdiv(channels, PROMPT_BLOCK)),
-            *part, *before, rows, owners, len(rows), *part.x.stride(), *weight.stride(), output.stride(0), states.stride(0),
+        keyed_launch(
+            conv_extend, (blocks_of(len(rows), PROMPT_TOKENS), blocks_of(channels, PROMPT_BLOCK)),
+            part.x, part.weight, part.x if part.bias is None else part.bias, part.output, part.states, *before, rows, owners, len(rows),
+            *part.x.stride(), *weight.stride(), output.stride(0), states.stride(0),
             C=channels, GROUP=group, TAPS=taps, WIDTH=width, HAS_BIAS=bias is not None, SILU=bool(activation), TOKENS=PROMPT_TOKENS,
             BLOCK=PROMPT_BLOCK,
         )  # fmt: skip
-        launch(
-            conv_state, (len(extends.lengths), triton.cdiv(channels, BLOCK)),
+        keyed_launch(
+            conv_state, (len(extends.lengths), blocks_of(channels, BLOCK)),
             part.x, part.states, *before, extends.ends, extends.segments_on_device, extends.targets, *part.x.stride(), states.stride(0),
-            C=channels, GROUP=group, WIDTH=width, BLOCK=BLOCK, W=triton.next_power_of_2(width),
+            C=channels, GROUP=group, WIDTH=width, BLOCK=BLOCK, W=power_of_2(width),
         )  # fmt: skip
     return True
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from paged_attn.attn_ops.scans.gated_delta import EPS
 from paged_attn.attn_ops.scans.state_rows import Extends
-from paged_attn.backends.compiling.compile_ahead import launch
+from paged_attn.backends.fast_launch import keyed_launch
+from paged_attn.backends.machine import blocks_of, power_of_2
 from paged_attn.backends.scans.triton.kda_kernel import scan_by_channel, solve_by_channel, sum_decays
 from paged_attn.backends.scans.triton.prompts_kernel import scan_channels, scan_chunks, scan_numbers, solve_chunks
 
@@ -41,14 +41,14 @@ def gated_delta(
     chunks = where[-1]
     new = torch.empty(len(chunks) * size, heads, v_dim, dtype=value.dtype, device=value.device)
     reads = torch.empty(len(chunks) * size, heads, k_dim, dtype=value.dtype, device=value.device)
-    launch(
+    keyed_launch(
         solve_chunks, (len(chunks), heads),
         key, value, g, beta, chunks, new, reads, *key.stride(), *value.stride(), *g.stride(), *beta.stride(), EPS,
         REPEATS=heads // key.shape[1], HEADS=heads, K=k_dim, V=v_dim, NORMALISE=normalise, CHUNK=size, BLOCK_K=block_k, BLOCK_V=block_v,
         NARROW=narrow,
     )  # fmt: skip
-    launch(
-        scan_chunks, (len(extends.lengths), heads, triton.cdiv(v_dim, block_v)),
+    keyed_launch(
+        scan_chunks, (len(extends.lengths), heads, blocks_of(v_dim, block_v)),
         query, key, g, new, reads, output, states, *where, *query.stride(), *key.stride(), *g.stride(), output.stride(0),
         *states.stride(), k_dim**-0.5, EPS, REPEATS=heads // key.shape[1], HEADS=heads, K=k_dim, V=v_dim, NORMALISE=normalise, CHUNK=size,
         BLOCK_K=block_k, BLOCK_V=block_v, NARROW=narrow, num_stages=1, num_warps=8,
@@ -59,12 +59,12 @@ def gated_delta(
 def mamba1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, states: Tensor, extends: Extends) -> bool:
     """Computes `mamba1_extend`; False if a channel's state is larger than a program can hold."""
     _, channels, n_dim = states.shape
-    block_n = triton.next_power_of_2(n_dim)
+    block_n = power_of_2(n_dim)
     block_c = NUMBERS // (TOKENS * block_n)
     if not block_c:
         return False
-    launch(
-        scan_channels, (len(extends.lengths), triton.cdiv(channels, block_c)),
+    keyed_launch(
+        scan_channels, (len(extends.lengths), blocks_of(channels, block_c)),
         x, dt, a, b, c, output, states, *_where(extends, TOKENS), *x.stride(), *dt.stride(), *a.stride(), *b.stride(), *c.stride(),
         output.stride(0), states.stride(0), C=channels, N=n_dim, BLOCK_T=TOKENS, BLOCK_C=block_c, BLOCK_N=block_n,
     )  # fmt: skip
@@ -74,8 +74,8 @@ def mamba1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tenso
 def channels(decay: Tensor, x: Tensor, output: Tensor, maximum: bool, initial: float, states: Tensor, extends: Extends) -> bool:
     """Computes `channel_scan_extend`."""
     count = states.shape[1]
-    launch(
-        scan_numbers, (len(extends.lengths), triton.cdiv(count, SINGLE)),
+    keyed_launch(
+        scan_numbers, (len(extends.lengths), blocks_of(count, SINGLE)),
         decay, x, output, states, *_where(extends, TOKENS), *decay.stride(), *x.stride(), output.stride(0), states.stride(0), initial,
         C=count, MAXIMUM=maximum, BLOCK_T=TOKENS, BLOCK_C=SINGLE,
     )  # fmt: skip
@@ -92,7 +92,7 @@ def sizes(k_dim: int, v_dim: int, dtype: torch.dtype) -> tuple[int, int, int, An
     narrow = NARROW.get(dtype)
     least = 16 if narrow is None else COLUMNS  # the minimum for products is 16
     columns = WIDE_COLUMNS if narrow is None else COLUMNS
-    block_k, block_v = (max(int(triton.next_power_of_2(size)), least) for size in (k_dim, min(v_dim, columns)))
+    block_k, block_v = (max(power_of_2(size), least) for size in (k_dim, min(v_dim, columns)))
     return WIDE_CHUNK if narrow is None else CHUNK, block_k, block_v, narrow
 
 
@@ -114,14 +114,14 @@ def kda(
     sums, new, reads, scores = made(k_dim, torch.float32), *(made(width, value.dtype) for width in (v_dim, k_dim, size))
     of_keys: dict[str, Any] = {"HEADS": heads, "K": k_dim, "CHUNK": size, "BLOCK_K": block_k}
     constants = {"REPEATS": heads // key.shape[1], "V": v_dim, "NORMALISE": normalise, "BLOCK_V": block_v, "NARROW": narrow, **of_keys}
-    launch(sum_decays, (count, heads), g, sums, chunks, *g.stride(), **of_keys)
-    launch(
+    keyed_launch(sum_decays, (count, heads), g, sums, chunks, *g.stride(), **of_keys)
+    keyed_launch(
         solve_by_channel, (count, heads),
         query, key, value, sums, beta, chunks, new, reads, scores, *query.stride(), *key.stride(), *value.stride(),
         *beta.stride(), EPS, PART=PART, **constants,
     )  # fmt: skip
-    launch(
-        scan_by_channel, (len(extends.lengths), heads, triton.cdiv(v_dim, block_v)),
+    keyed_launch(
+        scan_by_channel, (len(extends.lengths), heads, blocks_of(v_dim, block_v)),
         query, key, sums, new, reads, scores, output, states, *where, *query.stride(), *key.stride(),
         output.stride(0), *states.stride(), k_dim**-0.5, EPS, num_stages=1, num_warps=8, **constants,
     )  # fmt: skip

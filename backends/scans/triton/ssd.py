@@ -6,11 +6,11 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.scans.state_rows import Extends
-from paged_attn.backends.compiling.compile_ahead import launch
+from paged_attn.backends.fast_launch import keyed_launch
+from paged_attn.backends.machine import blocks_of, power_of_2
 from paged_attn.backends.scans.triton.prompts import COLUMNS, NARROW, WIDE_COLUMNS
 from paged_attn.backends.scans.triton.ssd_kernel import chunk_outputs, chunk_states
 
@@ -50,14 +50,14 @@ def _scan(x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, output: 
     before = torch.empty(len(chunks), heads, n_dim, p_dim, dtype=torch.float32 if narrow is None else x.dtype, device=x.device)
     constants = {"REPEATS": repeats, "HEADS": heads, "P": p_dim, "N": n_dim, "BLOCK_P": sizes.block_p, "NARROW": narrow}
     of_values = *x.stride(), *step.stride(), *decay.stride(), *b.stride()
-    launch(
-        chunk_states, (len(extends.lengths), heads, triton.cdiv(n_dim, sizes.states_n) * triton.cdiv(p_dim, sizes.block_p)),
+    keyed_launch(
+        chunk_states, (len(extends.lengths), heads, blocks_of(n_dim, sizes.states_n) * blocks_of(p_dim, sizes.block_p)),
         x, step, decay, b, before, states, extends.slots_on_device, extends.continues, requests, chunks, *of_values, *states.stride(),
         CHUNK=sizes.chunk, BLOCK_N=sizes.states_n, **constants,
     )  # fmt: skip
     together = math.gcd(repeats, TOGETHER)
-    launch(
-        chunk_outputs, (heads // together * triton.cdiv(p_dim, sizes.block_p), len(chunks)),
+    keyed_launch(
+        chunk_outputs, (heads // together * blocks_of(p_dim, sizes.block_p), len(chunks)),
         x, step, decay, b, c, before, output, chunks, *of_values, *c.stride(), output.stride(0), TOGETHER=together,
         CHUNK=sizes.chunk, BLOCK_N=sizes.outputs_n, num_stages=sizes.stages, **constants,
     )  # fmt: skip
@@ -83,4 +83,4 @@ class Sizes(NamedTuple):
 
 
 def _block(size: int, least: int, most: int) -> int:
-    return min(max(int(triton.next_power_of_2(size)), least), most)
+    return min(max(power_of_2(size), least), most)

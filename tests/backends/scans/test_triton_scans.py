@@ -256,7 +256,7 @@ def test_a_second_step_finds_all_its_tables_on_the_device(name: str, monkeypatch
     wanted: Wanted = {}
     given, states = [value.to(DEVICE) for value in kind.given(5)], states_of(name, [1], torch.float32)
     for module in (conv, prompts, ssd):
-        monkeypatch.setattr(module, "launch", lambda *_, **__: None)
+        monkeypatch.setattr(module, "keyed_launch", lambda *_, **__: None)
     for step in range(2):
         extends = Extends([0], [5], [1], [False], given[0].device, wanted=wanted)
         extends.place([])
