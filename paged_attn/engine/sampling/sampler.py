@@ -91,7 +91,7 @@ class Sampler:
             most_likely = greedy_sample(source)
         chosen = most_likely if edited else best.index_select(0, settings.rows)
         greedy = len(states) - len(settings.drawn.rows)
-        if greedy < len(states):
+        if greedy < len(states) and not (edited and sample_in_place(source, chosen, settings.drawn)):
             drawn = sample_tokens(source, most_likely, settings.drawn)
             chosen = torch.cat([chosen[:greedy], torch.where(chosen[greedy:] >= 0, drawn, -1)])
         if self._ranks is not None:  # logits are equal on all ranks, but exponentials may round differently

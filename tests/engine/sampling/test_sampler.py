@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from paged_attn.engine.sampling import sample_tokens
+from paged_attn.engine.sampling import sample_tokens, sampler
 from paged_attn.engine.sampling.sampler import Sampler
 from paged_attn.engine.sampling.sampler_output import BAD_LOGITS, NONE_LEFT, SampledToken
 from paged_attn.engine.sampling.sampling_state import SamplingState
@@ -415,6 +415,35 @@ def test_a_row_draws_alike_whatever_the_others_ask_for():
         crowd = [state_of([3], **other) for other in SETTINGS]
         together = [sample(logits.expand(len(crowd) + 1, -1), [*crowd, state_of([2], seed=s, **settings)])[-1] for s in range(20)]
         assert alone == together
+
+
+@pytest.mark.parametrize("edits", [{}, {"logit_bias": {3: 2.0}}, {"repetition_penalty": 1.5}])
+def test_tokens_that_kernels_put_in_place_are_those_put_there_one_by_one(edits, monkeypatch):
+    """Beside greedy rows, with edits and without, and rows that are not finite."""
+    pytest.importorskip("triton")
+    from paged_attn.backends.sampling import sample as kernels
+
+    monkeypatch.setattr(sampler, "sample_tokens", kernels.sample_tokens)
+    logits = torch.randn(7, 90, generator=torch.Generator().manual_seed(5)).to("cuda" if torch.cuda.is_available() else "cpu")
+    logits[4] = torch.nan
+    found, calls = [], []
+    for in_place in (False, True):
+        states = [
+            state_of([3, 7], **given)
+            for given in (
+                {"temperature": 0.9, "seed": 1, **edits}, {"temperature": 0.0}, {"temperature": 1.3, "top_k": 5},
+                {"temperature": 0.0, **edits},
+                {"temperature": 0.8, "top_p": 0.7, "seed": 3}, {"temperature": 0.8, "top_p": 0.7, "min_p": 0.1, "seed": 4, **edits},
+            )
+        ]  # fmt: skip
+        in_kernel = (lambda *given: not calls.append(kernels.sample_in_place(*given))) if in_place else lambda *given: False
+        monkeypatch.setattr(sampler, "sample_in_place", in_kernel)
+        chooser, steps = Chooser(), []
+        for _ in range(3):
+            steps.append(chooser.choose(logits, dict(enumerate(states))).wait().ids)
+        found.append(steps)
+    assert found[0] == found[1] and len(calls) == 3
+    assert {step[4] for step in found[0]} == {BAD_LOGITS} and len({step[0] for step in found[0]}) > 1
 
 
 def test_imports_without_transformers():
