@@ -12,7 +12,7 @@ from paged_attn.attn_ops.scans.short_conv import channels_in
 from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
 from paged_attn.backends.compiling.compile_ahead import launch
 from paged_attn.backends.fast_launch import keyed_launch
-from paged_attn.backends.machine import blocks_of, power_of_2
+from paged_attn.backends.machine import blocks_of, early_start, power_of_2
 from paged_attn.backends.scans.triton.conv_kernel import conv_extend, conv_state, conv_step
 from paged_attn.backends.unit_stride import unit_last
 
@@ -41,6 +41,7 @@ def step(
         x, weight, unit_last(bias), output, states, rows.decode_rows, rows.decode_slots, *x.stride(), *weight.stride(), output.stride(0),
         states.stride(0), C=channels, PARTS=len(parts) // 5, COLUMNS=parts, TAPS=taps, WIDTH=width, HAS_BIAS=bias is not None,
         SILU=bool(activation), HAS_ROWS=rows.decode_rows is not None, BLOCK=BLOCK, W=triton.next_power_of_2(width),
+        **early_start(x.device),
     )  # fmt: skip
     return True
 

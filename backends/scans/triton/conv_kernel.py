@@ -7,33 +7,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paged_attn.backends.scans.triton.steps_kernel import row_and_slot, wait
+
 
 @triton.jit
 def conv_step(
     x, weight, bias, output, states, rows, slots, x_row, x_channel, weight_channel, weight_tap, output_row, slot_stride,
     C: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
+    SILU: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """C columns of a row of x and the state [C, WIDTH] in its slot -> output [T, C], and the state with the row appended."""
-    i, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row, slot, real = i, tl.load(slots + i).to(tl.int64), channel < C
-    if HAS_ROWS:
-        row = tl.load(rows + i)
-    out = output + row.to(tl.int64) * output_row + channel
+    row, slot = row_and_slot(rows, slots, HAS_ROWS)
+    channel, column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, W)[None]
+    real, kept = channel < C, (channel < C) & (slot != 0)
+    state, tap = states + slot * slot_stride + channel[:, None] * WIDTH, column - (WIDTH - TAPS)
+    shifted = tl.load(state + column + 1, mask=kept[:, None] & (column < WIDTH - 1), other=0.0)
+    factor = tl.load(
+        weight + channel[:, None] * weight_channel + tap * weight_tap, mask=real[:, None] & (tap >= 0) & (tap < TAPS), other=0.0
+    )
+    if TAPS > WIDTH:  # the state holds only earlier tokens, so its first column is also read
+        first = tl.load(states + slot * slot_stride + channel * WIDTH, mask=kept, other=0.0).to(tl.float32)
+        first *= tl.load(weight + channel * weight_channel, mask=real, other=0.0).to(tl.float32)
+    wait(EARLY)
+    out = output + row * output_row + channel
     if slot == 0:
         tl.store(out, tl.zeros([BLOCK], output.dtype.element_ty), mask=real)
     else:
-        new = tl.load(x + row.to(tl.int64) * x_row + _column_of_parts(channel, PARTS, COLUMNS) * x_channel, mask=real, other=0.0)
-        state, column = states + slot * slot_stride + channel[:, None] * WIDTH, tl.arange(0, W)[None]
-        shifted = tl.load(state + column + 1, mask=real[:, None] & (column < WIDTH - 1), other=0.0)
+        new = tl.load(x + row * x_row + _column_of_parts(channel, PARTS, COLUMNS) * x_channel, mask=real, other=0.0)
         shifted = tl.where(column == WIDTH - 1, new[:, None].to(shifted.dtype), shifted)
-        tap = column - (WIDTH - TAPS)
-        read = real[:, None] & (tap >= 0) & (tap < TAPS)
-        factor = tl.load(weight + channel[:, None] * weight_channel + tap * weight_tap, mask=read, other=0.0)
         total = tl.sum(shifted.to(tl.float32) * factor.to(tl.float32), 1)
-        if TAPS > WIDTH:  # the state holds only earlier tokens, so its first column is also read
-            first = tl.load(states + slot * slot_stride + channel * WIDTH, mask=real, other=0.0)
-            total += first.to(tl.float32) * tl.load(weight + channel * weight_channel, mask=real, other=0.0).to(tl.float32)
+        if TAPS > WIDTH:
+            total += first
         tl.debug_barrier()  # the whole old state has been read
         tl.store(state + column, shifted, mask=real[:, None] & (column < WIDTH))
         tl.store(out, _activated(total, bias, channel, real, x.dtype.element_ty, HAS_BIAS, SILU).to(output.dtype.element_ty), mask=real)

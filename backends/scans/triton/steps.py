@@ -10,6 +10,7 @@ from torch import Tensor
 from paged_attn.attn_ops.scans.gated_delta import EPS
 from paged_attn.attn_ops.scans.state_rows import StateRows
 from paged_attn.backends.compiling.compile_ahead import launch
+from paged_attn.backends.machine import early_start
 from paged_attn.backends.scans.triton.steps_kernel import channel_kernel, gated_delta_kernel, mamba1_kernel, mamba2_kernel
 
 MOST = 256  # largest state dimension that a program holds whole
@@ -47,6 +48,7 @@ def _linear(
         *(() if by_channel else (0,)), *((0, 0) if beta is None else beta.stride()), output.stride(0), states.stride(0), scale, EPS,
         REPEATS=heads // key.shape[1], K=k_dim, V=v_dim, NORMALISE=normalise, BY_CHANNEL=by_channel, RULE=beta is not None, BEFORE=before,
         HAS_ROWS=rows.decode_rows is not None, BLOCK_K=block_k, BLOCK_V=block_v,
+        **early_start(states.device),
     )  # fmt: skip
     return True
 
@@ -62,7 +64,7 @@ def mamba2(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tenso
         mamba2_kernel, (rows.num_decode, heads, triton.cdiv(p_dim, block_p)),
         x, dt, a.contiguous(), b, c, output, states, *_where(rows), *x.stride(), *dt.stride(), *b.stride(), *c.stride(), output.stride(0),
         states.stride(0), REPEATS=heads // b.shape[1], P=p_dim, N=n_dim, HAS_ROWS=rows.decode_rows is not None, BLOCK_P=block_p,
-        BLOCK_N=block_n,
+        BLOCK_N=block_n, **early_start(states.device),
     )  # fmt: skip
     return True
 
@@ -78,6 +80,7 @@ def mamba1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tenso
         mamba1_kernel, (rows.num_decode, triton.cdiv(channels, block_c)),
         x, dt, a, b, c, output, states, *_where(rows), *x.stride(), *dt.stride(), *a.stride(), *b.stride(), *c.stride(), output.stride(0),
         states.stride(0), C=channels, N=n_dim, HAS_ROWS=rows.decode_rows is not None, BLOCK_C=block_c, BLOCK_N=block_n,
+        **early_start(states.device),
     )  # fmt: skip
     return True
 
@@ -89,7 +92,7 @@ def channels(decay: Tensor, x: Tensor, output: Tensor, maximum: bool, initial: f
     launch(
         channel_kernel, (rows.num_decode, triton.cdiv(count, block)),
         decay, x, output, states, *_where(rows), *decay.stride(), *x.stride(), output.stride(0), states.stride(0), C=count,
-        MAXIMUM=maximum, HAS_ROWS=rows.decode_rows is not None, BLOCK_C=block,
+        MAXIMUM=maximum, HAS_ROWS=rows.decode_rows is not None, BLOCK_C=block, **early_start(states.device),
     )  # fmt: skip
     return True
 
