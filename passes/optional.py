@@ -1,8 +1,8 @@
 """Which passes may be left out, by name. Imports nothing, since settings are checked with it."""
 
 OPTIONAL = (
-    "latent_attention", "experts", "scans", "complex_as_real", "early_logits_gather", "routing", "merge_linears", "merge_rotations",
-    "late_views", "linear_float32", "gemv", "add_norm",
+    "latent_attention", "experts", "scans", "gated_delta_net", "complex_as_real", "early_logits_gather", "routing", "merge_linears",
+    "merge_rotations", "late_views", "linear_float32", "gemv", "add_norm",
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from paged_attn.passes.fx.graph_tools import name_of, remove_dead_code, shape_of
 from paged_attn.passes.fx.model_facts import least, max_positions
 from paged_attn.passes.optimize.complex_as_real import complex_as_real
 from paged_attn.passes.optimize.dense_experts import replace_dense_experts
+from paged_attn.passes.optimize.gated_delta_net import fuse_gated_delta_nets
 from paged_attn.passes.optimize.late_views import make_views_late
 from paged_attn.passes.optimize.linears.add_norm import fuse_add_norm
 from paged_attn.passes.optimize.linears.float32_products import use_linear_float32
@@ -163,6 +164,10 @@ PASSES = (
     GraphPass(
         "scans", "what recurrent layers do with their states becomes ops on slots, which read their operands where they lie",
         _scans, "{} scans and short convolutions are ops on slots of state",
+    ),
+    GraphPass(
+        "gated_delta_net", "the gates and the gated norm of a delta rule within its op",
+        lambda graph, facts: fuse_gated_delta_nets(graph, facts.form), "{} delta rules are one op with their gates and norm",
     ),
     GraphPass(
         "complex_as_real", "products of complex numbers, as some rotations are, in real arithmetic",

@@ -18,7 +18,16 @@ from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS, REQUEST_LENGTHS
 from paged_attn.attn_ops.ops.recompute import RECOMPUTE_ATTENTION
 from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
 from paged_attn.attn_ops.ops.routing import ROUTE
-from paged_attn.attn_ops.ops.scans import CHANNEL_SCAN, GATED_DELTA_RULE, KDA, LINEAR_ATTENTION, MAMBA1_SCAN, MAMBA2_SCAN, SHORT_CONV
+from paged_attn.attn_ops.ops.scans import (
+    CHANNEL_SCAN,
+    GATED_DELTA_NET,
+    GATED_DELTA_RULE,
+    KDA,
+    LINEAR_ATTENTION,
+    MAMBA1_SCAN,
+    MAMBA2_SCAN,
+    SHORT_CONV,
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,7 @@ KINDS = (
     OpKind(RECURRENT_LAYER, splits=True, in_full_graphs=True, on_disk=True),  # no full graphs if a layer is not `in_graphs`
     OpKind(SHORT_CONV, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(GATED_DELTA_RULE, splits=True, in_full_graphs=True, on_disk=True),
+    OpKind(GATED_DELTA_NET, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(KDA, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(LINEAR_ATTENTION, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(MAMBA2_SCAN, splits=True, in_full_graphs=True, on_disk=True),
@@ -64,4 +74,5 @@ KINDS = (
     OpKind(LORA_UP, splits=False, in_full_graphs=True, on_disk=True),
 )
 # Ops of layers with recurrent state: a graph with only these can be served without attention.
-WITH_STATE = (RECURRENT_LAYER, SHORT_CONV, GATED_DELTA_RULE, KDA, LINEAR_ATTENTION, MAMBA2_SCAN, MAMBA1_SCAN, CHANNEL_SCAN)
+SCANS = (SHORT_CONV, GATED_DELTA_RULE, GATED_DELTA_NET, KDA, LINEAR_ATTENTION, MAMBA2_SCAN, MAMBA1_SCAN, CHANNEL_SCAN)
+WITH_STATE = (RECURRENT_LAYER, *SCANS)

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.context import recurrent_context_of
 from paged_attn.attn_ops.ops.define import define_op
 from paged_attn.attn_ops.scans.channels import channel_scan_extend, channel_scan_step
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
+from paged_attn.attn_ops.scans.gated_delta_net import Columns, GatedDeltaNet, gated_delta_net_step, net_gates, net_norm
 from paged_attn.attn_ops.scans.kda import kda_extend
 from paged_attn.attn_ops.scans.linear import linear_attention_extend, linear_attention_step
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
@@ -78,6 +80,42 @@ _SCHEMA = (
 )
 GATED_DELTA_RULE = define_op("gated_delta_rule" + _SCHEMA, _gated_delta)
 KDA = define_op("kda" + _SCHEMA, _kda)
+
+
+# The same with what surrounds it in its layer.
+def _gated_delta_net(
+    query: Tensor, key: Tensor, value: Tensor, a: Tensor, a_columns: Sequence[int], b: Tensor, b_columns: Sequence[int], z: Tensor,
+    z_columns: Sequence[int], a_log: Tensor, dt_bias: Tensor, scale: Tensor, output: Tensor, normalise: bool, factor: float, eps: float,
+    offset: float, act: str, layer_id: int, state_id: int,
+) -> None:  # fmt: skip
+    """query, key [T, key heads, K]; value, output [T, H, V]; a, b and z [T, N], of which these columns (`channels_in`, one view each) are
+    read; for the rest see `GatedDeltaNet`; the state is [H, K, V]. Rows past the batch's real tokens are zeroed."""
+    net = GatedDeltaNet(
+        Columns(a, a_columns), Columns(b, b_columns), Columns(z, z_columns), a_log, dt_bias, scale, factor, eps, offset, act
+    )
+    context, recurrent = recurrent_context_of("gated_delta_net", layer_id, output.shape[0])
+    plan: RecurrentPlan = context.recurrent_plan
+    states, kernels, gates = recurrent.state(layer_id, state_id), recurrent.kernels(layer_id), list[Tensor]()
+    for rows in plan.calls:
+        if rows.extends is not None:
+            if not gates:
+                gates = [torch.empty(output.shape[:2], device=output.device) for _ in range(2)]
+                _compute(net_gates, kernels.get(net_gates), (net, *gates))
+            given = (query, key, value, *gates, output, normalise, states, rows.extends)
+            _compute(gated_delta_extend, kernels.get(gated_delta_extend), given)
+            _compute(net_norm, kernels.get(net_norm), (net, output, rows.extends))
+        if rows.num_decode:
+            given = (query, key, value, net, output, normalise, states, rows)
+            _compute(gated_delta_net_step, kernels.get(gated_delta_net_step), given)
+    output[plan.num_tokens :].zero_()
+
+
+GATED_DELTA_NET = define_op(
+    "gated_delta_net_with_output(Tensor query, Tensor key, Tensor value, Tensor a, int[] a_columns, Tensor b, int[] b_columns, Tensor z, "
+    "int[] z_columns, Tensor a_log, Tensor dt_bias, Tensor scale, Tensor(a!) output, bool normalise, float factor, float eps, "
+    "float offset, str act, int layer_id, int state_id) -> ()",
+    _gated_delta_net,
+)
 
 
 # The same without the correction, as in lightning attention, retention and gated linear attention.

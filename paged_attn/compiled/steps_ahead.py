@@ -19,11 +19,11 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.attn_ops.ops.define import body_of
 from paged_attn.attn_ops.ops.dual_chunk import DUAL_CHUNK_ATTENTION
+from paged_attn.attn_ops.ops.kinds import SCANS
 from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
 from paged_attn.attn_ops.ops.linears.add_norm import ADD_NORM, ADD_NORM_LINEAR
 from paged_attn.attn_ops.ops.linears.linear import LINEAR, LINEAR_FLOAT32, one_row
 from paged_attn.attn_ops.ops.routing import ROUTE
-from paged_attn.attn_ops.ops.scans import CHANNEL_SCAN, GATED_DELTA_RULE, KDA, LINEAR_ATTENTION, MAMBA1_SCAN, MAMBA2_SCAN, SHORT_CONV
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
 from paged_attn.backends.selection.scans import scans_backend
@@ -47,7 +47,6 @@ MOST = 97  # requests in any of these steps
 PAGES = 2  # size of the pool, whatever page ids the requests have
 SOME = 7  # tokens, where the number does not matter
 ATTENTION = (UNIFIED_ATTENTION, DUAL_CHUNK_ATTENTION, LATENT_ATTENTION)
-SCANS = (SHORT_CONV, GATED_DELTA_RULE, KDA, LINEAR_ATTENTION, MAMBA2_SCAN, MAMBA1_SCAN, CHANNEL_SCAN)
 
 
 @dataclass(frozen=True)

@@ -58,14 +58,14 @@ def _joined(x: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
             break
         pending.remove(latest)
         chain.add(latest)
-        pending.update(node for node in latest.all_input_nodes if _has_tensors(value_of(node)))
+        pending.update(node for node in latest.all_input_nodes if has_tensors(value_of(node)))
     if len(pending) != 1 or not any(name_of(node) in JOINS for node in chain):
         return None
     base = pending.pop()
     return (base, sorted(chain)) if isinstance(value_of(base), Tensor) else None
 
 
-def _has_tensors(value: Any) -> bool:
+def has_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(isinstance(each, Tensor) for each in value))
 
 
@@ -82,6 +82,24 @@ def _parts_of(base: fx.Node, chain: list[fx.Node], form: CallForm) -> list[int] 
     if len(set(columns)) < len(columns) or len(parts) > MOST_PARTS or any(width < LEAST_WIDTH for *_, width in parts):
         return None
     return [number for part in parts for number in part]
+
+
+def columns_of(part: fx.Node, form: CallForm) -> tuple[fx.Node, list[int]] | None:
+    """The tensor [T, N] or [1, T, N] of which `part` is a view or copy of evenly spaced columns, in order, and the four numbers that name
+    them; None if it is not."""
+    base, chain = part, list[fx.Node]()
+    while name_of(base) in MOVES and len(chain) < MAX_NODES:
+        chain.insert(0, base)
+        base = base.args[0]  # type: ignore[assignment]
+    numbers, result = on_distinct_numbers(base, chain or [base], form)
+    if numbers.dim() not in (2, 3) or numbers.shape[:-2] not in ((), (1,)):
+        return None
+    rows, width = numbers.shape[-2:]
+    result = result.reshape(rows, -1)
+    if not torch.equal(result, result[:1] + width * torch.arange(rows)[:, None]):
+        return None
+    parts = _evenly(result[0].tolist())
+    return (base, list(parts[0])) if len(parts) == 1 else None
 
 
 def _evenly(columns: list[int]) -> list[tuple[int, int, int, int]]:

@@ -30,8 +30,8 @@ def did(rewrite: Any) -> set[str]:
 def test_every_optional_pass_can_be_switched_off_by_its_name() -> None:
     assert tuple(each.name for each in PASSES if each.optional) == OPTIONAL
     whole = did(rewrite_of("deepseek_v3", make=build_short))
-    # tests/engine/test_recurrent.py, below, optimize/test_float32_products.py, optimize/test_merge_rotations.py
-    elsewhere = {"scans", "complex_as_real", "linear_float32", "merge_rotations"}
+    # tests/engine/test_recurrent.py, below, optimize/test_{float32_products,gated_delta_net,merge_rotations}.py
+    elsewhere = {"scans", "gated_delta_net", "complex_as_real", "linear_float32", "merge_rotations"}
     assert whole == {*OPTIONAL} - elsewhere
     for name in whole:
         without = rewrite_of("deepseek_v3", make=build_short, disable_passes=(name,))
@@ -47,8 +47,8 @@ def test_complex_numbers_stay_where_that_is_asked() -> None:
 @pytest.mark.parametrize("name", ["prove_attention", "nonsense"])
 def test_a_pass_that_is_needed_or_not_there_is_named(name: str) -> None:
     allowed = (
-        "latent_attention, experts, scans, complex_as_real, early_logits_gather, routing, merge_linears, merge_rotations, late_views, "
-        "linear_float32, gemv, add_norm"
+        "latent_attention, experts, scans, gated_delta_net, complex_as_real, early_logits_gather, routing, merge_linears, merge_rotations, "
+        "late_views, linear_float32, gemv, add_norm"
     )
     with pytest.raises(ValueError, match=f"'{name}'.* can be switched off are {allowed}"):
         EngineConfig(disable_passes=["gemv", name])

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from paged_attn.attn_ops.scans.channels import channel_scan_extend, channel_scan_step
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
+from paged_attn.attn_ops.scans.gated_delta_net import gated_delta_net_step, net_gates, net_norm
 from paged_attn.attn_ops.scans.kda import kda_extend
 from paged_attn.attn_ops.scans.linear import linear_attention_extend, linear_attention_step
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
@@ -27,12 +28,15 @@ class TritonScans(ScansBackend):
     compiles_ahead = True
 
     def kernels(self) -> Kernels:
-        from paged_attn.backends.scans.triton import conv, prompts, ssd, steps
+        from paged_attn.backends.scans.triton import conv, net, prompts, ssd, steps
 
         return {
             short_conv_step: conv.step,
             short_conv_extend: conv.extend,
             gated_delta_step: steps.gated_delta,
+            gated_delta_net_step: net.step,
+            net_gates: net.gates,
+            net_norm: net.norm,
             linear_attention_step: steps.linear_attention,
             mamba2_step: steps.mamba2,
             mamba1_step: steps.mamba1,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import bases_of, call_of_value, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import bases_of, call_of_value, op_name, sizes_of, value_of, writes_in_place, written_values
 from paged_attn.passes.optimize.linears.mergeable_weights import Memory, is_ordinary_parameter, lie_in_a_row
 from paged_attn.passes.optimize.linears.sites import Linear, linear_of
 from paged_attn.passes.optimize.linears.sliced_values import SlicedValues
@@ -70,7 +70,15 @@ def _mergeable(node: fx.Node, form: CallForm, values: Values, slices: SlicedValu
     linear = linear_of(node, form)
     if linear is None or not slices.takes_slices(node):
         return None
+    linear = linear._replace(input=_as_given(linear.input))
     return linear if all(len(owned.users) == 1 and is_ordinary_parameter(values[owned]) for owned in linear.owned) else None
+
+
+def _as_given(node: fx.Node) -> fx.Node:
+    """The tensor itself behind reshapes that leave it as it is, as a router's of its rows may."""
+    while op_name(node) in ("view", "reshape") and sizes_of(node) == sizes_of(node.args[0]):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _movable(group: list[Linear], values: Values, memory: Memory) -> list[Linear]:
