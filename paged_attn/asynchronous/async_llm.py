@@ -67,14 +67,7 @@ class AsyncLLM:
         atexit.register(self.thread.stop, STOP_SECONDS)
 
     @classmethod
-    def of_engine(
-        cls,
-        make_engine: Callable[[], Engine],
-        *,
-        max_queue: int,
-        queue_seconds: float | None,
-        observer: Observer,
-    ) -> AsyncLLM:
+    def of_engine(cls, make_engine: Callable[[], Engine], *, max_queue: int, queue_seconds: float | None, observer: Observer) -> AsyncLLM:
         """One that has no engine before `thread.start()`, and makes it then, on its own thread. Jobs are given to `submit`.
 
         Args:
@@ -202,11 +195,7 @@ class AsyncLLM:
         return self.thread.refuse_unless_ready().default_params
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """The model's tokenizer. Raises ValueError: there is none."""
         if self.texts is None or self.texts.tokenizer is None:
             raise ValueError("this AsyncLLM has no tokenizer; give AsyncLLM(model, tokenizer=...) one, or the path of one")
         return self.texts.tokenizer

@@ -86,11 +86,7 @@ class EngineThread:
         self.refuse_unless_ready()
 
     def refuse_unless_ready(self) -> Engine:
-        """The engine, to read what never changes.
-
-        Raises:
-            NotServingError: with the reason why nothing is served.
-        """
+        """The engine, to read what never changes. Raises NotServingError: with the reason why nothing is served."""
         if self._process != os.getpid():
             raise NotServingError(
                 "this AsyncLLM was made in another process, of which this one is a fork, and its thread stayed there; make one in each "

@@ -24,19 +24,17 @@ class ServingError(RuntimeError):
     retry_after: int | None = None
 
 
-class NotServingError(ServingError):
-    """The engine takes no requests now, or ends with those that it has.
-
-    Args:
-        code: why, such as "loading" or "shutting_down".
-    """
-
+class _CodedError(ServingError):
     def __init__(self, message: str, code: str, retry_after: int | None = None) -> None:
         super().__init__(message)
         self.code, self.retry_after = code, retry_after
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.code, self.retry_after), self.__dict__
+
+
+class NotServingError(_CodedError):
+    """The engine takes no requests now, or ends with those that it has. `code`: why, such as "loading" or "shutting_down"."""
 
 
 def closed_before_its_end() -> NotServingError:
@@ -67,15 +65,8 @@ class StepFailedError(ServingError):
     code = "step_failed"
 
 
-class RequestFailedError(ServingError):
+class RequestFailedError(_CodedError):
     """This request failed alone; `__cause__` says of what. `code` is "bad_logits", or "guide_failed" if what it asked for is at fault."""
-
-    def __init__(self, message: str, code: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.code), self.__dict__
 
 
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients know that a conversation must be shortened

@@ -38,12 +38,7 @@ class FailedSteps:
         self._in_a_row = 0
 
     def probe(self, engine: Engine) -> None:
-        """One token on an idle engine.
-
-        Raises:
-            RuntimeError: it gave none.
-            Exception: whatever its steps raised.
-        """
+        """One token on an idle engine. Raises RuntimeError: it gave none; Exception: whatever its steps raised."""
         pooler = engine.pooler
         if pooler is None:
             request = engine.add_request([0], SamplingParams(max_new_tokens=1, ignore_eos=True))

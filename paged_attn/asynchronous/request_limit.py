@@ -9,11 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class RequestLimit:
-    """A limit of requests, which are let in in the order in which they came. For one event loop at a time.
-
-    Args:
-        count: how many there are.
-    """
+    """A limit of requests, which are let in in the order in which they came. For one event loop at a time. `count`: how many there are."""
 
     def __init__(self, count: int) -> None:
         self.count = self.free = count
@@ -21,11 +17,7 @@ class RequestLimit:
 
     @asynccontextmanager
     async def taken(self, count: int) -> AsyncIterator[None]:
-        """Inside, so many of them are.
-
-        Raises:
-            ValueError: there will never be so many.
-        """
+        """Inside, so many of them are. Raises ValueError: there will never be so many."""
         if count > self.count:
             raise ValueError(f"n is {count}; at most {self.count} answers run or wait at the same time; ask in several requests")
         if self._waiting or self.free < count:

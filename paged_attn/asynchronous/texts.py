@@ -68,12 +68,7 @@ class Texts:
         )
 
     async def pairs(
-        self,
-        pairs: Sequence[tuple[str, str]],
-        client: Hashable,
-        *,
-        params: tuple[str, str] = ("text_1", "text_2"),
-        cut: Cut | None = None,
+        self, pairs: Sequence[tuple[str, str]], client: Hashable, *, params: tuple[str, str] = ("text_1", "text_2"), cut: Cut | None = None
     ) -> list[Prompt]:
         """Two texts each, as the model's tokenizer joins them; `params` is what errors call them, `cut` how much is kept of each pair.
 

@@ -48,11 +48,7 @@ class Timed:
 
 
 def measure(system: System, task: Task, repeat: int, max_seconds: float, who: str) -> Timed:
-    """Warm up, time, and stamp once more.
-
-    Raises:
-        RuntimeError: a run gave another number of tokens than was asked for.
-    """
+    """Warm up, time, and stamp once more. Raises RuntimeError: a run gave another number of tokens than was asked for."""
     new, runs, stamps = task.workload.new, [], None  # type: int, list[float], tuple[float, Stamps] | None
     tokens: Tokens = []
     _once(system, task, min(new, WARM_UP_TOKENS), who, stamped=False)

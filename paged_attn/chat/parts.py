@@ -23,12 +23,7 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call, whole.
-
-    Attributes:
-        id: for the message of role `tool` that brings the result.
-        arguments: a JSON object, as text.
-    """
+    """A call, whole. `id`: for the message of role `tool` that brings the result; `arguments`: a JSON object, as text."""
 
     id: str
     name: str

@@ -83,11 +83,7 @@ def rendered(
 
 
 def read_template(given: str) -> str:
-    """A template from a file, or written out.
-
-    Raises:
-        ValueError: neither, or Jinja cannot read it.
-    """
+    """A template from a file, or written out. Raises ValueError: neither, or Jinja cannot read it."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

@@ -18,12 +18,7 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 
 @dataclass(frozen=True)
 class Tool:
-    """A function.
-
-    Attributes:
-        parameters: the JSON schema of its arguments.
-        given: all that templates may show of it.
-    """
+    """A function. `parameters`: the JSON schema of its arguments; `given`: all that templates may show of it."""
 
     name: str
     parameters: dict[str, Any]

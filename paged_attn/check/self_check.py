@@ -91,12 +91,7 @@ def self_check(
 def check_served(
     served: Served, original: Original, truth: Truth, noise: Noise, attention: Attention, longest: int | None, model: nn.Module | None
 ) -> None:
-    """The part of the check that rewritten and hooked models share.
-
-    Args:
-        longest: the model's number of positions.
-        model: for messages.
-    """
+    """The part of the check that rewritten and hooked models share. `longest`: the model's number of positions; `model`: for messages."""
     if served.is_causal:
         check_later_tokens(original, truth, noise, served.settings)
     check_long_positions(served, truth, longest, model)

@@ -107,11 +107,7 @@ def add_chat_template(group: argparse._ArgumentGroup) -> None:
 
 
 def use_template(llm: LLM, given: str | None) -> None:
-    """Let chats have this template.
-
-    Raises:
-        ValueError: it cannot be read, or there is no tokenizer that it could be of.
-    """
+    """Let chats have this template. Raises ValueError: it cannot be read, or there is no tokenizer that it could be of."""
     from paged_attn.chat.template import read_template
 
     if given is not None:
@@ -154,11 +150,7 @@ def _word(value: object) -> str:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Settings from flags, over those of the environment.
-
-    Raises:
-        ValueError: a setting that does not parse or is out of range.
-    """
+    """Settings from flags, over those of the environment. Raises ValueError: a setting that does not parse or is out of range."""
     texts = {name.removeprefix(_ENGINE): text for name, text in vars(args).items() if name.startswith(_ENGINE) and text is not None}
     names = {**NEW_NAMES, **SAME_SETTING}
     try:

@@ -112,8 +112,7 @@ class EngineConfig:
     compile: bool = _setting(True, "trace the model and rewrite its graph; off: hook transformers' attention (no torch.compile)")
     inductor: bool | None = _advanced(None, "compile the pieces between attentions with Inductor; default: on CUDA only")
     merge_linears: bool | None = _advanced(
-        None,
-        "one matrix product for q, k and v, one for gate and up; their parameters become views of one tensor; default: on CUDA only",
+        None, "one matrix product for q, k and v, one for gate and up; their parameters become views of one tensor; default: on CUDA only"
     )
     gemv: bool | None = _advanced(
         None, "a kernel of our own for matrix products with a single row, and graphs for steps of one request; default: on CUDA only"

@@ -248,11 +248,7 @@ class LLM(PoolingCalls):
         return self.engine.default_params
 
     def get_tokenizer(self) -> Any:
-        """`tokenizer`, as vLLM's method of this name.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """`tokenizer`, as vLLM's method of this name. Raises ValueError: there is none."""
         if self.tokenizer is None:
             raise ValueError("this LLM has no tokenizer; give LLM(model, tokenizer=...) one, or the path of one")
         return self.tokenizer

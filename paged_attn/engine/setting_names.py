@@ -31,33 +31,33 @@ SAME_SETTING = {
 SAME_DTYPE = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 # What has no setting of that meaning: what to do instead.
 OTHER_SETTING = {
-    "gpu_memory_utilization": "kv_memory_gib says how many GiB KV may take; by default it is 80 % of what weights and graphs leave free",
-    "mem_fraction_static": "kv_memory_gib says how many GiB KV may take; by default it is 80 % of what weights and graphs leave free",
+    **dict.fromkeys(
+        ("gpu_memory_utilization", "mem_fraction_static"),
+        "kv_memory_gib says how many GiB KV may take; by default it is 80 % of what weights and graphs leave free",
+    ),
+    **dict.fromkeys(("kv_cache_dtype", "kv_dtype"), "keys and values are kept in the model's dtype; there is no other yet"),
+    **dict.fromkeys(
+        ("tensor_parallel_size", "tp_size", "pipeline_parallel_size", "distributed_executor_backend"),
+        "start the program under torchrun with one process for each GPU (docs/parallel.md)",
+    ),
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "quantization_config=... of transformers quantises while it is read"),
+    **dict.fromkeys(
+        ("attn_implementation", "hf_overrides"), "load the model yourself and give it: LLM(AutoModelForCausalLM.from_pretrained(...))"
+    ),
+    **dict.fromkeys(("speculative_backend", "speculative_config"), "an LLM has no speculative decoding yet; leave it out"),
     "enforce_eager": "graphs='off' captures nothing, inductor=False compiles nothing",
-    "kv_cache_dtype": "keys and values are kept in the model's dtype; there is no other yet",
-    "kv_dtype": "keys and values are kept in the model's dtype; there is no other yet",
     "quantization": "a quantised checkpoint is read as it is; quantization_config=... of transformers quantises while it is read",
     "load_format": "weights are read as transformers reads them",
-    "tensor_parallel_size": "start the program under torchrun with one process for each GPU (docs/parallel.md)",
-    "tp_size": "start the program under torchrun with one process for each GPU (docs/parallel.md)",
     "enable_chunked_prefill": "prompts are always cut into steps of max_batch_tokens",
-    "load_in_8bit": "quantization_config=... of transformers quantises while it is read",
-    "load_in_4bit": "quantization_config=... of transformers quantises while it is read",
-    "attn_implementation": "load the model yourself and give it: LLM(AutoModelForCausalLM.from_pretrained(...))",
-    "hf_overrides": "load the model yourself and give it: LLM(AutoModelForCausalLM.from_pretrained(...))",
     "cpu_offload_gb": "a model lies on its GPU whole; several GPUs share it under torchrun (docs/parallel.md)",
     "runner": "task says what a model is for",
-    "distributed_executor_backend": "start the program under torchrun with one process for each GPU (docs/parallel.md)",
     "swap_space": "a request that loses its pages computes them again; nothing is swapped",
-    "speculative_backend": "an LLM has no speculative decoding yet; leave it out",
     "seed": "each request has a seed of its own: SamplingParams(seed=...)",
     "disable_log_stats": "llm.engine.stats has the numbers; nothing is logged",
     "torch_dtype": "dtype, as in dtype='float32'",
     "cache_dir": "HF_HOME says where the Hub's files lie, PAGED_ATTN_CACHE where traced graphs do",
     "device_map": "device='cuda' or 'cuda:1'; a model lies on one device whole, or is shared under torchrun (docs/parallel.md)",
-    "speculative_config": "an LLM has no speculative decoding yet; leave it out",
     "compilation_config": "inductor, graphs and disable_passes say what is compiled and captured",
-    "pipeline_parallel_size": "start the program under torchrun with one process for each GPU (docs/parallel.md)",
     "data_parallel_size": "one process for each GPU, and a load balancer (docs/parallel.md)",
     "enable_auto_tool_choice": "leave it out: tools are always on; --tool-parser names a format that the template does not show",
     "lora_modules": "loras={name: folder}, or --lora NAME=FOLDER as often as there are adapters",
@@ -98,11 +98,7 @@ OF_LLM = ("tokenizer", "dtype", "device", "revision", "trust_remote_code", "gguf
 
 
 def familiar(given: Mapping[str, Any], same: Mapping[str, str]) -> dict[str, Any]:
-    """The same by our names, where other engines have another name for it.
-
-    Raises:
-        ValueError: one under both names.
-    """
+    """The same by our names, where other engines have another name for it. Raises ValueError: one under both names."""
     if given.keys().isdisjoint(same):
         return dict(given)
     for theirs, ours in same.items():

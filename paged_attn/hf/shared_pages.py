@@ -81,11 +81,7 @@ class SharedPages:
         return self._allocator.num_usable - self._allocator.num_free
 
     def take(self, count: int) -> Pages:
-        """`count` pages without holders, now held once.
-
-        Raises:
-            CacheFull: too few are free and the pool does not grow; none was taken.
-        """
+        """`count` pages without holders, now held once. Raises CacheFull: too few are free and the pool does not grow; none was taken."""
         self._collect()
         if (missing := count - self._allocator.num_free) > 0:
             if not self.grows:

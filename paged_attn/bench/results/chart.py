@@ -14,11 +14,7 @@ INK, PALE = "#111827", "#6b7280"
 
 
 def draw(record: dict[str, Any]) -> str:
-    """The text of the SVG, the same for the same record.
-
-    Raises:
-        ValueError: the record holds no time.
-    """
+    """The text of the SVG, the same for the same record. Raises ValueError: the record holds no time."""
     blocks = [(workload, _bars(record, workload["name"])) for workload in record["workloads"]]
     blocks = [(workload, bars) for workload, bars in blocks if bars]
     if not blocks:

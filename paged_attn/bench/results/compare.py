@@ -28,11 +28,7 @@ def equal_start(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def record(outcomes: Sequence[Outcome], workloads: Sequence[Workload], same_tokens: frozenset[str], settings: Record) -> Record:
-    """Everything, ready for JSON.
-
-    Args:
-        same_tokens: systems that should choose ours, so that they can be compared.
-    """
+    """Everything, ready for JSON. `same_tokens`: systems that should choose ours, so that they can be compared."""
     by_name = {outcome.system: outcome for outcome in outcomes}
     ours = by_name[OURS].timed
     ratios: Record = {}

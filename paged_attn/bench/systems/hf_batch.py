@@ -20,11 +20,7 @@ NO_TOKEN = -1  # as the end token: no request ends early
 
 
 def start(job: Job) -> HFBatch:
-    """Options are fields of transformers' ContinuousBatchingConfig.
-
-    Raises:
-        ValueError: an option is unknown.
-    """
+    """Options are fields of transformers' ContinuousBatchingConfig. Raises ValueError: an option is unknown."""
     from transformers import ContinuousBatchingConfig
 
     known = {setting.name for setting in fields(ContinuousBatchingConfig)}

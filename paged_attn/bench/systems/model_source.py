@@ -73,11 +73,7 @@ def text_config(path: str) -> Any:
 
 
 def load(source: ModelSource) -> Any:
-    """The Hugging Face model in evaluation mode on its device.
-
-    Raises:
-        ValueError: the GPU has no room for random weights.
-    """
+    """The Hugging Face model in evaluation mode on its device. Raises ValueError: the GPU has no room for random weights."""
     import torch
 
     if source.random_weights:

@@ -93,11 +93,7 @@ PEERS = tuple(name for name in SYSTEMS if name != OURS)
 
 
 def peers(text: str) -> list[str]:
-    """Names from `--compare a,b`; "all" stands for every one.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """Names from `--compare a,b`; "all" stands for every one. Raises ValueError: an unknown name."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if names == ["all"]:
         return list(PEERS)

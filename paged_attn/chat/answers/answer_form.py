@@ -90,11 +90,7 @@ def read_event(reader: AnswerReader, event: TokenEvent) -> list[Part]:
 
 
 class TaggedReader:
-    """By the tags of reasoning and the format of calls.
-
-    Args:
-        calls: None: no calls are looked for.
-    """
+    """By the tags of reasoning and the format of calls. Without `calls` no calls are looked for."""
 
     def __init__(self, reasoning: ReasoningSplitter, calls: CallSplitter | None) -> None:
         self._reasoning, self._calls = reasoning, calls

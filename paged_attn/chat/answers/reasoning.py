@@ -26,11 +26,7 @@ REASONING_PARSERS = ("auto", "none", *TAGS)
 
 
 def tags_of(template: str, parser: str) -> ThinkTags | None:
-    """The tags that a setting names, or that a template has.
-
-    Raises:
-        ChatError: a name that is none of `REASONING_PARSERS`.
-    """
+    """The tags that a setting names, or that a template has. Raises ChatError: a name that is none of `REASONING_PARSERS`."""
     if parser == "auto":
         return next((tags for tags in TAGS.values() if tags.closing in template), None)
     if parser not in REASONING_PARSERS:

@@ -189,14 +189,7 @@ class Exchange(NamedTuple):
 
 
 class Exchanges:
-    """The exchanges of one prompt.
-
-    Args:
-        usual: the original's choices.
-
-    Attributes:
-        names: of the operations that choose the best k, in order.
-    """
+    """The exchanges of one prompt. `usual`: the original's choices. `names`: of the operations that choose the best k, in order."""
 
     def __init__(self, usual: Choices) -> None:
         self._usual = usual

@@ -25,12 +25,7 @@ from paged_attn.recurrent.run import RecurrentRunner, TokenByToken, runner_of
 
 
 class TracedOriginal(Original):
-    """Runs the traced graph.
-
-    Args:
-        inputs: bound to the model's tensors.
-        boundaries: the values passed to `visit`.
-    """
+    """Runs the traced graph. `inputs`: bound to the model's tensors; `boundaries`: the values passed to `visit`."""
 
     def __init__(self, compiled: RewrittenGraph, inputs: GraphInputs, boundaries: Boundaries) -> None:
         self.gm, self.inputs = compiled.original, inputs

@@ -24,11 +24,7 @@ _ROW_BY_ROW = ("paged_attn::batch_positions_with_output", "paged_attn::module_wi
 
 
 class TracedServed(Served):
-    """A rewritten graph as it is served: its pieces, pool and backend.
-
-    Args:
-        split: by default the pieces that serve, compiled or not.
-    """
+    """A rewritten graph as it is served: its pieces, pool and backend. `split`: by default the pieces that serve, compiled or not."""
 
     otherwise = "compile=False hooks the model's attention instead of rewriting its graph"
     more_than_attention = (

@@ -6,14 +6,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING
 
-from paged_attn.cli.options import (
-    add_checkpoint_options,
-    add_device_options,
-    add_engine,
-    engine_config,
-    load_options,
-    set_verbosity,
-)
+from paged_attn.cli.options import add_checkpoint_options, add_device_options, add_engine, engine_config, load_options, set_verbosity
 from paged_attn.cli.report import bold
 
 if TYPE_CHECKING:

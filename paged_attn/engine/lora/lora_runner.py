@@ -65,11 +65,7 @@ class LoraRunner(TracedRunner):
         return {**super().owned, **{f"adapters {index}": tensor for index, tensor in enumerate(self.adapters.tensors)}}
 
     def forward(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
-        """As `TracedRunner.forward`.
-
-        Raises:
-            ContextError: no forward context, or its batch says nothing of adapters.
-        """
+        """As `TracedRunner.forward`. Raises ContextError: no forward context, or its batch says nothing of adapters."""
         context = current_context()
         slots = None if context is None else (context.batch.lora_slots, context.batch.lora_logits_slots)
         if slots is None or slots[0] is None:

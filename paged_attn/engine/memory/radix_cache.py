@@ -180,11 +180,7 @@ class RadixCache:
         self._add_locks(node, 1)
 
     def unlock(self, node: RadixNode) -> None:
-        """Undoes one `lock` of this node.
-
-        Raises:
-            ValueError: the node itself is not locked (locks on nodes below it do not count).
-        """
+        """Undoes one `lock` of this node. Raises ValueError: the node itself is not locked (locks on nodes below it do not count)."""
         if node.own_locks == 0:
             raise ValueError(f"cannot unlock {node}: nobody holds a lock on it; unlock each locked node exactly once")
         node.own_locks -= 1

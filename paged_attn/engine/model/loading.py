@@ -96,11 +96,7 @@ def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def load_tokenizer(path: str | Path, options: LoadOptions = PLAIN) -> Any:
-    """The tokenizer of a directory or a hub id.
-
-    Raises:
-        ValueError: there is none; the message holds transformers' own words.
-    """
+    """The tokenizer of a directory or a hub id. Raises ValueError: there is none; the message holds transformers' own words."""
     name = str(path)
     folder = Path(name).expanduser()
     if (isinstance(path, Path) or name.startswith((".", "/", "~"))) and not folder.is_dir():

@@ -107,11 +107,7 @@ def _cosines(pooler: Pooler, pairs: Sequence[tuple[str, str]], requests: dict[st
 
 
 def _pooler_of(engine: OwnEngine, call: str, heads: bool | None) -> Pooler:
-    """heads: whether a classifier must or must not be there.
-
-    Raises:
-        UnsupportedError: the engine's model is for something else.
-    """
+    """`heads`: whether a classifier must or must not be there. Raises UnsupportedError: the engine's model is for something else."""
     pooler = engine.pooler
     if pooler is None:
         name = type(engine.runner.model).__name__

@@ -16,11 +16,7 @@ NAMED = 3
 
 
 class ModelChangedError(UnsupportedError):
-    """The model is no longer what the engine runs.
-
-    Attributes:
-        changes: what changed, in words that name it.
-    """
+    """The model is no longer what the engine runs. `changes`: what changed, in words that name it."""
 
     changes = ""
 

@@ -52,13 +52,7 @@ from paged_attn.passes.fx.model_facts import least, model_dtype
 from paged_attn.recurrent.as_ops.by_ops import with_ops
 from paged_attn.recurrent.as_ops.state_dtype import with_state_dtype
 from paged_attn.recurrent.as_ops.wrap import replaced_by_ops
-from paged_attn.recurrent.discover import (
-    InputsOf,
-    find_attribute_layers,
-    find_recurrent_layers,
-    refuse_recurrent,
-    state_outside_layers,
-)
+from paged_attn.recurrent.discover import InputsOf, find_attribute_layers, find_recurrent_layers, refuse_recurrent, state_outside_layers
 from paged_attn.recurrent.in_graphs import with_graphs
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.long_chunks import with_long_chunks

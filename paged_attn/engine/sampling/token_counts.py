@@ -30,11 +30,7 @@ class TokenCounts:
         self._free = list(range(FIRST_ROWS))
 
     def rows_of(self, states: Sequence[SamplingState]) -> list[int]:
-        """Their rows of `counts`, up to date.
-
-        Raises:
-            ValueError: a token was chosen that the vocabulary does not have.
-        """
+        """Their rows of `counts`, up to date. Raises ValueError: a token was chosen that the vocabulary does not have."""
         new = [state for state in states if state not in self._rows]
         if new:
             self._fill(new)

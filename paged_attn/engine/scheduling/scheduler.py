@@ -182,11 +182,7 @@ class Scheduler:
         return True
 
     def _admit(self, plan: StepPlan, drained: bool, above: int | None = None) -> None:
-        """Admit waiting requests in order, as long as there is room.
-
-        Args:
-            above: only requests that are more urgent than this priority.
-        """
+        """Admit waiting requests in order, as long as there is room. `above`: only requests that are more urgent than this priority."""
         held = 0
         while plan.budget > 0 and not self.wants_drain and held < HELD_PER_STEP:
             urgency = self.waiting.urgency

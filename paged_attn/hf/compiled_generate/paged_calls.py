@@ -255,11 +255,7 @@ class PagedCalls:
 
 
 def _named(model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
-    """All inputs by name.
-
-    Raises:
-        TypeError: as the call itself would.
-    """
+    """All inputs by name. Raises TypeError: as the call itself would."""
     signature = inspect.signature(model.forward)
     signature.bind_partial(*args, **given)
     return {**dict(zip(signature.parameters, args, strict=False)), **given}

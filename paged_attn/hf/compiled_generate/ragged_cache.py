@@ -117,11 +117,7 @@ class RaggedCache(Cache):
         self._select(np.arange(self.batch_size).repeat(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last `-tokens_to_remove` tokens (a number of at most 0).
-
-        Raises:
-            ValueError: a positive number.
-        """
+        """Forgets the last `-tokens_to_remove` tokens (a number of at most 0). Raises ValueError: a positive number."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove; a length is no longer taken")
         self.length = max(self.length + int(tokens_to_remove), 0)  # assisted generation of 5.17 passes a tensor

@@ -74,19 +74,30 @@ class StreamOptions(Closed):
     include_obfuscation: bool = False
 
 
-class Body(Closed):
-    """What both kinds of requests share. `null` is the default, as with OpenAI."""
+class SentBody(Closed):
+    """What all routes that run something share. `null` is the default, as with OpenAI."""
+
+    model: Name | None = Field(None, description="the served model's name, or none")
+    priority: int | None = Field(None, description="extension, where the server allows it: a lower one is more urgent; default 0")
+    cache_salt: Salt | None = Field(None, description="extension: prefixes are shared only with requests of the same salt")
+    timeout_seconds: float | None = Field(
+        None, description="extension: the request ends with 504 after so long; at most the server's own", json_schema_extra=within(0.001)
+    )
+
+
+class Body(SentBody):
+    """What completions and chats share."""
 
     ignored = IGNORED | set(NEUTRAL)
     default_max_tokens: ClassVar[int | None] = None
     logprobs_name: ClassVar[str] = "logprobs"
     limit_name: ClassVar[str] = "max_tokens"
     prompt_name: ClassVar[str] = "prompt"
+    format_name: ClassVar[str] = "response_format"
     not_here: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}  # as NEUTRAL: fields, also of other routes, that this one lacks
     codes: ClassVar[Mapping[str, str]] = {}  # of errors for fields that clients know by another one than unsupported_value
     text_at_end: ClassVar[bool] = True  # whole answers are read when they have ended
 
-    model: Name | None = Field(None, description="the served model's name, or none")
     max_tokens: int | None = Field(None, json_schema_extra=within(0))
     temperature: float | None = Field(
         None, description="default: as the checkpoint says, else 1; 0 is greedy", json_schema_extra=within(0, 10)
@@ -122,11 +133,6 @@ class Body(Closed):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="extension: token_ids and prompt_token_ids in the answer")
     return_tokens_as_token_ids: bool | None = Field(None, description="extension: logprobs call every token token_id:N")
-    priority: int | None = Field(None, description="extension, where the server allows it: a lower one is more urgent; default 0")
-    cache_salt: Salt | None = Field(None, description="extension: prefixes are shared only with requests of the same salt")
-    timeout_seconds: float | None = Field(
-        None, description="extension: the request ends with 504 after so long; at most the server's own", json_schema_extra=within(0.001)
-    )
 
     @model_validator(mode="before")
     @classmethod
@@ -146,11 +152,7 @@ class Body(Closed):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage.
-
-        Raises:
-            ApiError: 400 for stream_options without a stream, or that contradict each other.
-        """
+        """Whether a stream ends with the usage. Raises ApiError: 400 for stream_options without a stream, or that contradict each other."""
         options = self.stream_options
         if options is None:
             return False
@@ -168,11 +170,7 @@ class Body(Closed):
 
     @property
     def num_answers(self) -> int:
-        """How many answers each prompt gets.
-
-        Raises:
-            ApiError: 400 for too few or too many.
-        """
+        """How many answers each prompt gets. Raises ApiError: 400 for too few or too many."""
         n = 1 if self.n is None else self.n
         if not 1 <= n <= MAX_N:
             raise not_allowed("n", n, f"1 to {MAX_N}")
@@ -195,9 +193,16 @@ class Body(Closed):
                 400, f"{what}; allowed: at most {MAX_SCORES:,}; send fewer prompts at a time, or lower logprobs", param=self.prompt_name
             )
 
+    def schema_of_format(self) -> dict[str, Any] | None:
+        """The JSON schema that `format_name` asks for, if it does."""
+        return None
+
     def wanted_schema(self) -> dict[str, Any] | None:
         """The JSON schema that the answer must follow, if any."""
-        return self.json_schema
+        wanted = self.schema_of_format()
+        if wanted is not None and self.json_schema is not None:
+            raise ApiError(400, f"json_schema: got one beside {self.format_name}; give one of them", param="json_schema")
+        return self.json_schema if wanted is None else wanted
 
     def wanted_guides(self) -> dict[str, Any]:
         """Those of `json_schema`, `regex` and `grammar` that `SamplingParams` are given.
@@ -254,11 +259,7 @@ class Body(Closed):
             raise bad_request(ValueError(str(error).replace("max_new_tokens", self.limit_name)), api) from error
 
     def cut(self, engine: Engine) -> Cut | None:
-        """How much is kept of a prompt, if the body says so.
-
-        Raises:
-            ApiError: 400 for a number of tokens that is none.
-        """
+        """How much is kept of a prompt, if the body says so. Raises ApiError: 400 for a number of tokens that is none."""
         return cut_of(self.truncate_prompt_tokens, engine, self.max_new_tokens(1))
 
     def max_new_tokens(self, room: int) -> int:
@@ -300,11 +301,8 @@ class FormattedBody(Body):
             raise ApiError(400, "prompt_logprobs: allowed only without stream, where completions have echo", param="prompt_logprobs")
         return count
 
-    def wanted_schema(self) -> dict[str, Any] | None:
-        wanted = None if self.response_format is None else self.response_format.schema_of_answer()
-        if wanted is not None and self.json_schema is not None:
-            raise ApiError(400, "json_schema: got one beside response_format; give one of them", param="json_schema")
-        return self.json_schema if wanted is None else wanted
+    def schema_of_format(self) -> dict[str, Any] | None:
+        return None if self.response_format is None else self.response_format.schema_of_answer()
 
 
 class CompletionBody(FormattedBody):

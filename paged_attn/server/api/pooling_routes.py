@@ -19,8 +19,8 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.pooling.outputs import EmbeddingValues, PoolingOutput, ScoreValues
 from paged_attn.engine.pooling.plans import PoolingPlan, embed_plan, score_plan
-from paged_attn.server.api.bodies import PROMPTS, cut_of, listed
-from paged_attn.server.api.fields.bounds import Closed, Name, Salt, within
+from paged_attn.server.api.bodies import PROMPTS, SentBody, cut_of, listed
+from paged_attn.server.api.fields.bounds import within
 from paged_attn.server.api.request_state import (
     call_of,
     caller_of,
@@ -37,21 +37,15 @@ from paged_attn.server.http.errors import ERRORS, ApiError, bad_request, not_all
 _TEXTS: list[Any] = [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]
 
 
-class PoolingBody(Closed):
-    """What these routes share. `null` is the default."""
+class PoolingBody(SentBody):
+    """What these routes share."""
 
     ignored = frozenset({"user"})
 
-    model: Name | None = Field(None, description="the served model's name, or none")
-    priority: int | None = Field(None, description="extension, where the server allows it: a lower one is more urgent; default 0")
     truncate_prompt_tokens: int | None = Field(
         None, description="extension: only the first so many tokens of a longer text count; -1: as many as there is room for",
         json_schema_extra=within(-1),
     )  # fmt: skip
-    cache_salt: Salt | None = Field(None, description="extension: prefixes are shared only with requests of the same salt")
-    timeout_seconds: float | None = Field(
-        None, description="extension: the request ends with 504 after so long; at most the server's own", json_schema_extra=within(0.001)
-    )
 
 
 class EmbeddingBody(PoolingBody):
@@ -83,11 +77,7 @@ class RerankBody(PoolingBody):
 
     @property
     def texts(self) -> list[str]:
-        """The documents.
-
-        Raises:
-            ApiError: 400 for anything else.
-        """
+        """The documents. Raises ApiError: 400 for anything else."""
         given = self.documents if isinstance(self.documents, list) else []
         texts = [each.get("text") if isinstance(each, dict) and len(each) == 1 else each for each in given]
         found = [text for text in texts if isinstance(text, str)]
@@ -97,11 +87,7 @@ class RerankBody(PoolingBody):
 
     @property
     def count(self) -> int | None:
-        """How many of the best documents are wanted; None: all.
-
-        Raises:
-            ApiError: 400 for less than one.
-        """
+        """How many of the best documents are wanted; None: all. Raises ApiError: 400 for less than one."""
         if self.top_n is not None and self.top_n < 1:
             raise not_allowed("top_n", self.top_n, "1 or more")
         return self.top_n

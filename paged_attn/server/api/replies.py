@@ -25,11 +25,7 @@ MOST_BYTES = 4  # in one character, so at most this many tokens
 
 
 class Reply:
-    """The answer to one job.
-
-    Args:
-        model: its name, as the client knows it.
-    """
+    """The answer to one job. `model`: its name, as the client knows it."""
 
     kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl"
     no_delta: ClassVar[dict[str, Any]] = {"text": ""}

@@ -46,10 +46,7 @@ router = APIRouter(responses=ERRORS)
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 AnyReply: TypeAlias = "Reply | ResponsesReply | MessagesReply"
 ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "the answer; with stream=true its parts as events",
-        "content": {"text/event-stream": {}},
-    }
+    200: {"description": "the answer; with stream=true its parts as events", "content": {"text/event-stream": {}}}
 }
 
 

@@ -81,11 +81,7 @@ class BodyBudget:
         self.total = 0
 
     def take(self, tenant: str, before: int, size: int) -> None:
-        """A body of `before` bytes has grown by `size`.
-
-        Raises:
-            ApiError: 429 if there is no room for it; nothing is taken then.
-        """
+        """A body of `before` bytes has grown by `size`. Raises ApiError: 429 if there is no room for it; nothing is taken then."""
         if before + size > SMALL and self.held[tenant] + size > self.most - self.total - size:
             room = f"{self.total / 2**20:.0f} of {self.most / 2**20:g} MiB are taken"
             raise ApiError(429, f"too many large bodies at the same time: {room}; try again later", code="bodies_too_large", retry_after=1)

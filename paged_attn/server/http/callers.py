@@ -45,11 +45,7 @@ class Callers:
         self._next_at: dict[str, float] = {}  # when a tenant would have none left, if it had asked once a minute / per_minute
 
     def identify(self, headers: Mapping[bytes, bytes], client: tuple[str, int] | None, needs_key: bool) -> Caller:
-        """Who has sent these headers.
-
-        Raises:
-            ApiError: 401 without a key that opens the server, where one is needed.
-        """
+        """Who has sent these headers. Raises ApiError: 401 without a key that opens the server, where one is needed."""
         authorization = headers.get(b"authorization", b"")
         if not authorization and (own := headers.get(b"x-api-key")):  # sent by Anthropic's clients
             authorization = b"Bearer " + own
@@ -65,11 +61,7 @@ class Callers:
 
     @contextlib.contextmanager
     def counted(self, caller: Caller) -> Iterator[None]:
-        """Around one request.
-
-        Raises:
-            ApiError: 429 if the tenant has too many of them, now or in this minute.
-        """
+        """Around one request. Raises ApiError: 429 if the tenant has too many of them, now or in this minute."""
         self._count_in_minute(caller.tenant)
         if self._most is not None and self._running[caller.tenant] >= self._most:
             what = f"this key has {self._most} requests that run or wait, and may have no more"

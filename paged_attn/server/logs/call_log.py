@@ -90,11 +90,7 @@ def facts_of(call: Call, caller: Caller | None, client: tuple[str, int] | None) 
 
 
 class LineWriter:
-    """Writes lines to `out`, in order.
-
-    Attributes:
-        dropped: lines that found no room.
-    """
+    """Writes lines to `out`, in order. `dropped`: lines that found no room."""
 
     def __init__(self, out: TextIO) -> None:
         self.dropped = 0

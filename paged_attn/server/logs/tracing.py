@@ -36,11 +36,7 @@ class Tracing:
 
     @classmethod
     def to(cls, endpoint: str, model_name: str) -> Tracing:
-        """Sends spans over OTLP and HTTP, in a thread of its own.
-
-        Raises:
-            ValueError: the extra is not installed.
-        """
+        """Sends spans over OTLP and HTTP, in a thread of its own. Raises ValueError: the extra is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource

@@ -59,11 +59,7 @@ class StructuredOutputs(Closed):
     disable_additional_properties: Literal[False] | None = None
 
     def guide(self) -> dict[str, Any]:
-        """The one keyword of `SamplingParams` that says the same.
-
-        Raises:
-            ApiError: 400 for none of them, or for several.
-        """
+        """The one keyword of `SamplingParams` that says the same. Raises ApiError: 400 for none of them, or for several."""
         given = {name.rstrip("_"): value for name in type(self).model_fields if (value := getattr(self, name)) not in (None, False)}
         if len(given) != 1:
             got, allowed = ", ".join(given) or "none of them", "one of json, regex, choice, grammar and json_object"
@@ -97,11 +93,7 @@ def _parsed(schema: dict[str, Any] | str) -> dict[str, Any]:
 
 
 def with_older_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`guided_json` and its kind as the field `structured_outputs`.
-
-    Raises:
-        ApiError: 400 where that field is there, too.
-    """
+    """`guided_json` and its kind as the field `structured_outputs`. Raises ApiError: 400 where that field is there, too."""
     older = {name: value for name, value in values.items() if name in _OLDER_NAMES and value is not None}
     if older and values.get("structured_outputs") is not None:
         name = next(iter(older))

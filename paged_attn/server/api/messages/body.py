@@ -108,16 +108,13 @@ class MessagesBody(Conversation, Body):
     not_here = NOT_HERE
     ignored = IGNORED_HERE | set(NEUTRAL) | set(NOT_HERE)
     codes = {"thread": NO_THREADS}
-    prompt_name: ClassVar[str] = "messages"
+    format_name: ClassVar[str] = "output_config.format"
 
     max_tokens: int = Field(json_schema_extra=within(0))
     stop_sequences: Stop | None = None
 
-    def wanted_schema(self) -> dict[str, Any] | None:
-        wanted = None if self.output_config is None else self.output_config.format
-        if wanted is not None and self.json_schema is not None:
-            raise ApiError(400, "json_schema: got one beside output_config.format; give one of them", param="json_schema")
-        return self.json_schema if wanted is None else wanted.schema_
+    def schema_of_format(self) -> dict[str, Any] | None:
+        return None if self.output_config is None or self.output_config.format is None else self.output_config.format.schema_
 
     def _stops(self) -> tuple[str, ...] | None:
         given = self.stop_sequences

@@ -82,11 +82,7 @@ def _line(event: Event) -> str:
 
 
 class Blocks:
-    """Takes the parts of one answer in order.
-
-    Attributes:
-        done: whole blocks; num_calls: how many of them call a tool.
-    """
+    """Takes the parts of one answer in order. `done`: whole blocks; `num_calls`: how many of them call a tool."""
 
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []

@@ -71,7 +71,7 @@ class ResponsesBody(Body):
 
     not_here = NOT_HERE
     ignored = IGNORED | {"client_metadata"} | set(NEUTRAL) | set(NOT_HERE)
-    limit_name, prompt_name = "max_output_tokens", "input"
+    limit_name, prompt_name, format_name = "max_output_tokens", "input", "text.format"
     text_at_end: ClassVar[bool] = False  # the tokens of reasoning are counted as they come
 
     input: Any = Field(
@@ -103,12 +103,10 @@ class ResponsesBody(Body):
     def max_new_tokens(self, room: int) -> int:
         return room if self.max_output_tokens is None else self.max_output_tokens
 
-    def wanted_schema(self) -> dict[str, Any] | None:
+    def schema_of_format(self) -> dict[str, Any] | None:
         wanted = None if self.text is None else self.text.format
         if wanted is None or wanted.type == "text":
-            return self.json_schema
-        if self.json_schema is not None:
-            raise ApiError(400, "json_schema: got one beside text.format; give one of them", param="json_schema")
+            return None
         if (wanted.type == "json_schema") != (wanted.schema_ is not None):
             raise ApiError(400, 'text.format: schema belongs to type "json_schema", and to it alone', param="text.format")
         return {"type": "object"} if wanted.schema_ is None else wanted.schema_

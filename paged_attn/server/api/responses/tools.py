@@ -18,11 +18,7 @@ def shown_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
 
 
 def chat_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Shown tools in the form that chats have.
-
-    Raises:
-        ApiError: 400 for one that the client does not run itself; with its place.
-    """
+    """Shown tools in the form that chats have. Raises ApiError: 400 for one that the client does not run itself; with its place."""
     found: list[dict[str, Any]] = []
     for i, tool in enumerate(tools or ()):
         if tool.get("type") in NOT_SHOWN:
