@@ -38,7 +38,7 @@ _EXPORTS = {
     "generate_with": "hf.generate.custom_generate",
     "register_split_op": "capture.split.split_ops",
     "EngineConfig": "engine.config",
-    "ChatCompletion": "chat.completion",
+    "ChatCompletion": "chat.several",
     "ChatMessage": "chat.parts",
     "Completion": "engine.requests.outputs",
     "LLM": "engine.llm",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import paged_attn
+
 ROOT = Path(__file__).parent.parent
 CODE = """
 import sys, paged_attn, paged_attn.attn_ops.ops.attention as op
@@ -23,6 +25,11 @@ assert {e.value for e in entry_points(group="torch_dynamo_backends", name="paged
 from paged_attn.cli.main import main
 sys.exit(main(["doctor"]))
 """
+
+
+@pytest.mark.parametrize("name", paged_attn.__all__)
+def test_every_exported_name_can_be_imported(name: str) -> None:
+    assert getattr(paged_attn, name) is not None
 
 
 @pytest.fixture(scope="module")
