@@ -119,11 +119,8 @@ class EngineThread:
             self._condition.notify()
 
     async def ask(self, question: Callable[[Engine], Any]) -> Any:
-        """What a function of the engine returns or raises; it runs on the engine's thread, between two steps.
-
-        Raises:
-            NotServingError: the engine does not run.
-        """
+        """What a function of the engine returns or raises; it runs on the engine's thread, between two steps. Raises NotServingError: the
+        engine does not run."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         with self._condition:
             self.refuse_unless_ready()

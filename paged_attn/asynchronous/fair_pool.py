@@ -44,11 +44,8 @@ class FairPool:
         self._ready: dict[bool, OrderedDict[Hashable, None]] = {False: OrderedDict(), True: OrderedDict()}
 
     async def run(self, client: Hashable, work: Callable[[], T], *, is_long: bool = False) -> T:
-        """What `work` returns or raises, from one of the threads.
-
-        Raises:
-            NotServingError: the pool was closed. RuntimeError: another event loop that runs waits for work of its own.
-        """
+        """What `work` returns or raises, from one of the threads. Raises NotServingError: the pool was closed. RuntimeError: another event
+        loop that runs waits for work of its own."""
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop) and self._loop.is_running() and (self._busy or self._waiting):
             raise RuntimeError("an AsyncLLM is for one event loop at a time, and another one that runs waits for it; call it from that one")

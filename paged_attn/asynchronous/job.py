@@ -96,11 +96,8 @@ class Job:
         return len(self.prompts) * len(self.answers)
 
     def usage(self, new: int | None = None) -> dict[str, Any]:
-        """OpenAI's counts of tokens. A prompt counts once, however many answers it got.
-
-        Args:
-            new: how many new tokens there are so far; None: all that came.
-        """
+        """OpenAI's counts of tokens. A prompt counts once, however many answers it got. `new`: how many new tokens there are so far; None:
+        all that came."""
         new = sum(request.num_sampled for request in self.requests) if new is None else new
         prompts = self.requests[:: len(self.answers)]
         prompt, cached = sum(len(request.prompt_token_ids) for request in prompts), sum(request.cached_tokens for request in prompts)

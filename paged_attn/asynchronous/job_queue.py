@@ -69,11 +69,8 @@ class JobQueue:
         self._unseen = +self._unseen  # forget tenants whose count is 0
 
     def take_excess(self, running: int, waiting: int, max_requests: int) -> int:
-        """How many prompts have to make room for those that were let into a full queue since the last call.
-
-        Args:
-            running, waiting: requests of the engine now; some may have left since those came.
-        """
+        """How many prompts have to make room for those that were let into a full queue since the last call. `running`, `waiting`: requests
+        of the engine now; some may have left since those came."""
         beyond, self._beyond = self._beyond, 0
         if beyond == 0:
             return 0

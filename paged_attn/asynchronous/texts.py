@@ -57,10 +57,7 @@ class Texts:
         cut: Cut | None = None,
     ) -> list[Prompt]:
         """Texts and lists of token ids, as prompts; `param` is what errors call them, all or each; `cut` is how much is kept of each.
-
-        Raises:
-            PromptError: a text that cannot be tokenized, or one that is longer than what can be served.
-        """
+        Raises PromptError: a text that cannot be tokenized, or one that is longer than what can be served."""
         length, names = sum(map(len, given)), [param] * len(given) if isinstance(param, str) else param
         each = list(zip(given, names, strict=True))
         return await self._in_thread(
@@ -71,10 +68,7 @@ class Texts:
         self, pairs: Sequence[tuple[str, str]], client: Hashable, *, params: tuple[str, str] = ("text_1", "text_2"), cut: Cut | None = None
     ) -> list[Prompt]:
         """Two texts each, as the model's tokenizer joins them; `params` is what errors call them, `cut` how much is kept of each pair.
-
-        Raises:
-            PromptError: texts that cannot be tokenized or are too long, or no tokenizer.
-        """
+        Raises PromptError: texts that cannot be tokenized or are too long, or no tokenizer."""
         length = sum(len(text) for pair in pairs for text in pair)
         return await self._in_thread(client, length, lambda own: [self._pair(own, *pair, params, cut) for pair in pairs])
 
@@ -132,11 +126,8 @@ class Texts:
         return await self._pool.run(client, with_own_tokenizer, is_long=length > SHORT)
 
     async def text_of(self, token_ids: Sequence[int], client: Hashable) -> str:
-        """Their text, special tokens included, made in a thread.
-
-        Raises:
-            PromptError: there is no tokenizer, or an id that no tokenizer could have.
-        """
+        """Their text, special tokens included, made in a thread. Raises PromptError: there is no tokenizer, or an id that no tokenizer
+        could have."""
         if self.tokenizer is None:
             raise PromptError("this model has no tokenizer, so that tokens have no text", "tokens")
         return await self._in_thread(client, len(token_ids), lambda own: _decoded(own, token_ids))

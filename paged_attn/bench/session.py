@@ -55,11 +55,8 @@ class Session:
         return [OURS, *self.peers]
 
     def run(self) -> list[Outcome]:
-        """This engine's outcome, then the peers'. Their output is kept where one failed, and the outcome names the file.
-
-        Raises:
-            ValueError: the model cannot be read, or has too few positions for a workload.
-        """
+        """This engine's outcome, then the peers'. Their output is kept where one failed, and the outcome names the file. Raises ValueError:
+        the model cannot be read, or has too few positions for a workload."""
         folder = Path(tempfile.mkdtemp(prefix="paged_attn_bench_"))
         outcomes: list[Outcome] = []
         try:

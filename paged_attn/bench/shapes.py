@@ -115,11 +115,8 @@ SHAPE_NAMES = tuple(SHAPES)
 
 
 def shape_config(shape: str, layers: int | None = None) -> dict[str, Any]:
-    """A shape's config, whole or of its first `layers` layers; what stands there once for each layer is cut, too.
-
-    Raises:
-        ValueError: the shape has fewer layers.
-    """
+    """A shape's config, whole or of its first `layers` layers; what stands there once for each layer is cut, too. Raises ValueError: the
+    shape has fewer layers."""
     settings = SHAPES[shape]
     whole = settings["num_hidden_layers"]
     if layers is None:

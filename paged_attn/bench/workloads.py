@@ -98,11 +98,8 @@ def chosen(
     output_len: int | None = None,
     shared_len: int | None = None,
 ) -> list[Workload]:
-    """The workloads of some groups at a scale, with numbers of the caller in place of theirs; several `requests` make one of each.
-
-    Raises:
-        ValueError: an unknown group, or none.
-    """
+    """The workloads of some groups at a scale, with numbers of the caller in place of theirs; several `requests` make one of each. Raises
+    ValueError: an unknown group, or none."""
     if not groups:
         raise ValueError(f"--workload names none; allowed are {', '.join(GROUPS)}")
     if unknown := sorted(set(groups) - set(GROUPS)):

@@ -110,11 +110,8 @@ def chat_events(events: Generator[TokenEvent], forms: Sequence[AnswerForm]) -> G
 
 
 class ChatEventReader:
-    """Events of a stream in, what they say out.
-
-    Args:
-        forms: of the answers to each conversation; to be there when the first event of the conversation comes.
-    """
+    """Events of a stream in, what they say out. `forms`: of the answers to each conversation; to be there when the first event of the
+    conversation comes."""
 
     def __init__(self, forms: Sequence[AnswerForm] | Mapping[int, AnswerForm]) -> None:
         self._forms = forms

@@ -17,11 +17,8 @@ _READS_TOOLS = re.compile(r"\btools\b")
 
 
 def template_text(tokenizer: Any, chat_template: str | None, has_tools: bool) -> str:
-    """The template that such a chat is rendered with; a name chooses among several that a tokenizer has.
-
-    Raises:
-        ChatError: there is none; says what to do.
-    """
+    """The template that such a chat is rendered with; a name chooses among several that a tokenizer has. Raises ChatError: there is none;
+    says what to do."""
     if tokenizer is None:
         hint = "give LLM(model, tokenizer=...), or token ids to generate (/v1/completions)"
         what = f"this model has no tokenizer, so that it cannot chat; {hint}"

@@ -37,12 +37,8 @@ class ToolChoice:
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None) -> list[Tool]:
-    """Tools as OpenAI's API has them, `{"type": "function", "function": {"name", "description", "parameters"}}`, or Python functions
-    with types and a docstring, which transformers describes.
-
-    Raises:
-        ChatError: anything else, two of one name, or too many.
-    """
+    """Tools as OpenAI's API has them, `{"type": "function", "function": {"name", "description", "parameters"}}`, or Python functions with
+    types and a docstring, which transformers describes. Raises ChatError: anything else, two of one name, or too many."""
     if tools is None:
         return []
     if not isinstance(tools, (list, tuple)):
@@ -77,11 +73,7 @@ def _tool(given: Any, where: str) -> Tool:
 
 def allowed_tools(choice: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
     """The tools that the model hears of, and the choice among them: of `{"type": "allowed_tools", ...}`, with its fields in a field of that
-    name or beside it, those that it names and its mode.
-
-    Raises:
-        ChatError: it names none, or one that there is not.
-    """
+    name or beside it, those that it names and its mode. Raises ChatError: it names none, or one that there is not."""
     if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
         return list(tools), choice
     fields = choice.get("allowed_tools", choice)
@@ -102,11 +94,8 @@ def _name_of(listed: Any) -> Any:
 
 
 def checked_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """`None` is "auto" where there are tools.
-
-    Raises:
-        ChatError: no choice of OpenAI's API, a name that no tool has, or a call that is required although there are no tools.
-    """
+    """`None` is "auto" where there are tools. Raises ChatError: no choice of OpenAI's API, a name that no tool has, or a call that is
+    required although there are no tools."""
     if choice is None:
         return ToolChoice("auto" if tools else "none")
     if isinstance(choice, str) and choice in CHOICES:

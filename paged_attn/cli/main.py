@@ -37,11 +37,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit status: 2 for an error of the user, 130 after Ctrl-C, else what the command says.
-
-    Raises:
-        SystemExit: from argparse, for --help (0) and for arguments that do not parse (2).
-    """
+    """Run one command. Returns its exit status: 2 for an error of the user, 130 after Ctrl-C, else what the command says. Raises
+    SystemExit: from argparse, for --help (0) and for arguments that do not parse (2)."""
     args = build_parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding has not
@@ -66,11 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _as_one_program(args: argparse.Namespace) -> Iterator[None]:
-    """Under torchrun the first process alone has a say; the group of processes, if the command made it, ends with the command.
-
-    Raises:
-        ValueError: the command does not know ranks.
-    """
+    """Under torchrun the first process alone has a say; the group of processes, if the command made it, ends with the command. Raises
+    ValueError: the command does not know ranks."""
     if num_processes() == 1:
         yield
         return

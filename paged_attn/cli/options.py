@@ -178,11 +178,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
-    """What --prompt and --prompt-ids gave, in their order, then the lines of --prompt-file; may be empty.
-
-    Raises:
-        ValueError: the file cannot be read as UTF-8 text.
-    """
+    """What --prompt and --prompt-ids gave, in their order, then the lines of --prompt-file; may be empty. Raises ValueError: the file
+    cannot be read as UTF-8 text."""
     prompts = list(args.prompt)
     if args.prompt_file == "-" and num_processes() > 1:
         raise ValueError("--prompt-file -: several processes cannot all read standard input; give a file, or --prompt")

@@ -44,11 +44,8 @@ def shape_is_given(args: argparse.Namespace) -> bool:
 
 
 def layer_shape(args: argparse.Namespace, device: torch.device) -> LayerShape:
-    """A plain causal layer: flags, over the model's config, over the defaults.
-
-    Raises:
-        ValueError: a number below 1; heads that do not divide; a config without one of them.
-    """
+    """A plain causal layer: flags, over the model's config, over the defaults. Raises ValueError: a number below 1; heads that do not
+    divide; a config without one of them."""
     import torch
 
     from paged_attn.attn_ops.specs.attention import AttentionSpec
@@ -71,11 +68,8 @@ def layer_shape(args: argparse.Namespace, device: torch.device) -> LayerShape:
 
 
 def config_shape(model: str) -> dict[str, Any]:
-    """Heads, dims and dtype by the names that transformers' configs have for them.
-
-    Raises:
-        ValueError: no config there, or one without attention heads.
-    """
+    """Heads, dims and dtype by the names that transformers' configs have for them. Raises ValueError: no config there, or one without
+    attention heads."""
     from transformers import AutoConfig
 
     try:

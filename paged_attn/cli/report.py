@@ -117,11 +117,8 @@ def document(loaded: Loaded, run: Run, result: CheckResult | None) -> dict[str, 
 
 
 class StreamPrinter:
-    """Prints events live for the first unfinished prompt and holds the others' text back until it is their turn.
-
-    Args:
-        as_ids: the model has no tokenizer: token ids stand for text.
-    """
+    """Prints events live for the first unfinished prompt and holds the others' text back until it is their turn. `as_ids`: the model has no
+    tokenizer: token ids stand for text."""
 
     def __init__(self, prompts: Sequence[Prompt], *, as_ids: bool = False) -> None:
         self.prompts, self._as_ids = prompts, as_ids

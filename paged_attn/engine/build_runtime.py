@@ -236,10 +236,7 @@ def _select(runner: Runner, config: EngineConfig, pool: KVPool) -> Selection:
 
 def _adapt_to_model(config: EngineConfig, runner: Runner, is_causal: bool, given_step_tokens: int | None) -> EngineConfig:
     """The settings as the model allows: it may limit the tokens of a step, and without causal attention there is no prefix cache.
-
-    Args:
-        given_step_tokens: the caller's own `max_batch_tokens`; the model may lower it, but nothing raises it.
-    """
+    `given_step_tokens`: the caller's own `max_batch_tokens`; the model may lower it, but nothing raises it."""
     if runner.device.type == "cuda" and given_step_tokens is None:
         config = config.with_(max_batch_tokens=_step_tokens_on_gpu(config, runner))
     if runner.max_rows is not None and runner.max_rows < config.step_tokens:

@@ -251,11 +251,8 @@ EngineConfig.__init__ = _with_old_names_too  # type: ignore[method-assign]
 
 
 def parse_setting(name: str, text: str) -> Any:
-    """A setting from a flag's or a variable's text; "none" stands for None.
-
-    Raises:
-        ValueError: naming the setting, the text and what is allowed.
-    """
+    """A setting from a flag's or a variable's text; "none" stands for None. Raises ValueError: naming the setting, the text and what is
+    allowed."""
     kind = {**{setting.name: str(setting.type) for setting in fields(EngineConfig)}, **dict.fromkeys(GONE, "bool")}[name]
     types = _types(kind)
     if text.lower() == "none" and type(None) in types:

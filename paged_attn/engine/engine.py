@@ -317,11 +317,8 @@ class Engine:
 
     @on_its_device
     def look_at_model(self) -> None:
-        """Check whether the model has changed. Values written in place take effect from the next step on.
-
-        Raises:
-            ModelChangedError: it is no longer the model that the engine runs.
-        """
+        """Check whether the model has changed. Values written in place take effect from the next step on. Raises ModelChangedError: it is
+        no longer the model that the engine runs."""
         if self.watch is not None:
             if self.pooler is not None and not self.pooler.has_its_body:
                 raise model_changed(["its base_model was replaced"], "and the engine goes on with what was there before")

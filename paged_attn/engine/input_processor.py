@@ -79,11 +79,8 @@ class InputProcessor:
         return Cut(room if most == ALL_ROOM else most, keeps_end)
 
     def params_of_each(self, params: Params | Sequence[Params] | None, count: int, streamed: bool = False) -> list[SamplingParams]:
-        """A caller's params as those of this model, one for each of `count` prompts.
-
-        Raises:
-            ValueError: another number of them, or one that asks for what there is not; TypeError: none of `Params`.
-        """
+        """A caller's params as those of this model, one for each of `count` prompts. Raises ValueError: another number of them, or one that
+        asks for what there is not; TypeError: none of `Params`."""
         chosen = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * count
         if len(chosen) != count:
             raise ValueError(f"{len(chosen)} SamplingParams for {count} prompts; give one for all or one for each")
@@ -156,11 +153,8 @@ class InputProcessor:
         return IncrementalDetokenizer(decoder, params.stop, skip, include_stop=include_stop, min_tokens=params.min_tokens)
 
     def _with_types(self, ids: list[int], types: Sequence[int] | None) -> list[int]:
-        """Ids as a `Body` reads them; types that it does not read, though the tokenizer tells them, count for nothing.
-
-        Raises:
-            ValueError: a type that the model does not have.
-        """
+        """Ids as a `Body` reads them; types that it does not read, though the tokenizer tells them, count for nothing. Raises ValueError: a
+        type that the model does not have."""
         vocab, num_types = self.limits.vocab_size, self.limits.num_types
         if types is None or not any(types) or num_types == 1:
             return list(ids)

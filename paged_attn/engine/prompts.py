@@ -59,11 +59,8 @@ def as_list(prompts: Any) -> list[Prompt]:
 
 
 def _of_mapping(prompt: Mapping[str, Any]) -> list[Prompt]:
-    """What {"prompt": text}, {"prompt_token_ids": ids} or a tokenizer's {"input_ids": ..., "attention_mask": ...} stands for.
-
-    Raises:
-        TypeError: it has anything else that a model would be called with.
-    """
+    """What {"prompt": text}, {"prompt_token_ids": ids} or a tokenizer's {"input_ids": ..., "attention_mask": ...} stands for. Raises
+    TypeError: it has anything else that a model would be called with."""
     allowed = ", ".join(map(repr, PROMPT_FIELDS[:2])) + f" or {PROMPT_FIELDS[2]!r}"
     if "role" in prompt:
         raise TypeError("a message of a conversation is not a prompt; give the conversation to LLM.chat, which has the model's template")

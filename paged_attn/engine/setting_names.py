@@ -148,11 +148,8 @@ def tells_names(what: str, elsewhere: Mapping[str, str], more: Iterable[str] = (
 
 
 def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same settings of an engine by their names and values of today, from earlier ones or those of other engines.
-
-    Raises:
-        ValueError: a setting under both names, or one that is gone and was switched on.
-    """
+    """The same settings of an engine by their names and values of today, from earlier ones or those of other engines. Raises ValueError: a
+    setting under both names, or one that is gone and was switched on."""
     settings: dict[str, Any] = {}
     for name, value in familiar(given, SAME_SETTING).items():
         if name in GONE:

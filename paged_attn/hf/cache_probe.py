@@ -23,11 +23,8 @@ _UNPAGED = tuple(kind for name in ("LinearAttentionLayer", "DummyLayer") if (kin
 
 
 def probe(model: nn.Module) -> DynamicCache:
-    """transformers' own cache for the model after one token, whose layers show what they keep.
-
-    Raises:
-        UnsupportedError: an encoder-decoder, a model with another signature, or a layer that keeps something that pages cannot hold.
-    """
+    """transformers' own cache for the model after one token, whose layers show what they keep. Raises UnsupportedError: an encoder-decoder,
+    a model with another signature, or a layer that keeps something that pages cannot hold."""
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
@@ -51,11 +48,8 @@ def probe(model: nn.Module) -> DynamicCache:
 
 
 def page_layout(model: nn.Module, cache: Any) -> tuple[tuple[AttentionSpec, ...], torch.dtype, torch.device]:
-    """The spec of each layer that keeps K and V, and their common dtype and device.
-
-    Raises:
-        UnsupportedError: layers on several devices or in several dtypes, or a layer whose K and V differ in heads.
-    """
+    """The spec of each layer that keeps K and V, and their common dtype and device. Raises UnsupportedError: layers on several devices or
+    in several dtypes, or a layer whose K and V differ in heads."""
     name = type(model).__name__
     specs: list[AttentionSpec] = []
     kept = [(index, cache.layers[index].keys, cache.layers[index].values) for index in keeping(cache)]

@@ -103,11 +103,8 @@ class SharedPages:
         self._allocator.free(distinct[self._holders[distinct] == 0].tolist())
 
     def make_writable(self, pages: Pages, more: int) -> tuple[Pages, Pages]:
-        """(`pages` [n], held by the caller, with shared ones replaced by copies; `more` new pages).
-
-        Raises:
-            CacheFull: as `take`; nothing was changed.
-        """
+        """(`pages` [n], held by the caller, with shared ones replaced by copies; `more` new pages). Raises CacheFull: as `take`; nothing
+        was changed."""
         self._collect()
         surplus = self._surplus(pages)
         fresh = self.take(int(surplus.sum()) + more)

@@ -64,11 +64,8 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
 
 
 def answered_ids(path: Path) -> set[str]:
-    """The custom ids in a file of answers. If its last line was cut off, as its writer was killed, that line is removed.
-
-    Raises:
-        ValueError: another line is not an answer; names it.
-    """
+    """The custom ids in a file of answers. If its last line was cut off, as its writer was killed, that line is removed. Raises ValueError:
+    another line is not an answer; names it."""
     written = path.read_bytes()
     if (end := written.rfind(b"\n") + 1) < len(written):
         os.truncate(path, end)

@@ -35,11 +35,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """A bound socket, so that a port in use is found out before the model loads, and so is a certificate that cannot be read.
-
-    Raises:
-        OSError: the address cannot be listened on, or TLS not be offered; says which.
-    """
+    """A bound socket, so that a port in use is found out before the model loads, and so is a certificate that cannot be read. Raises
+    OSError: the address cannot be listened on, or TLS not be offered; says which."""
     _check_certificate(settings)
     if settings.uds is not None:
         return _listen_on_path(settings.uds)
@@ -94,11 +91,8 @@ def url_of(listener: socket.socket, settings: ServerSettings) -> str:
 
 
 def allow_files(settings: ServerSettings) -> None:
-    """Raise this process's limit of open files, as far as it may, to what all connections need.
-
-    Raises:
-        ValueError: it may not be raised so far; says what is allowed.
-    """
+    """Raise this process's limit of open files, as far as it may, to what all connections need. Raises ValueError: it may not be raised so
+    far; says what is allowed."""
     needed = settings.max_connections + FILES_BESIDE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:

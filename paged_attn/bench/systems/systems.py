@@ -21,11 +21,8 @@ Run = Callable[[], tuple[Tokens, Stamps | None]]
 
 
 class System:
-    """A loaded model that generates greedily, exactly `new` tokens for each prompt, end tokens ignored.
-
-    Attributes:
-        stamps_are_free: whether stamps cost nothing, so that timed runs may have them too.
-    """
+    """A loaded model that generates greedily, exactly `new` tokens for each prompt, end tokens ignored. `stamps_are_free`: whether stamps
+    cost nothing, so that timed runs may have them too."""
 
     stamps_are_free = False
 

@@ -103,11 +103,8 @@ class ReasoningSplitter:
 
 
 def grammar_of(tags: ThinkTags | None, inside: bool, mark: Any) -> tuple[str, list[str]]:
-    """What may come before calls that are enforced: what stands in front of them in a rule, and the rules that it needs.
-
-    Args:
-        mark: from a text that may be a token of its own to what a grammar calls it.
-    """
+    """What may come before calls that are enforced: what stands in front of them in a rule, and the rules that it needs. `mark`: from a
+    text that may be a token of its own to what a grammar calls it."""
     if tags is None:
         return "", []
     opening, closing = mark(tags.opening), mark(tags.closing)

@@ -38,11 +38,8 @@ ENFORCED_AS_JSON = (TaggedFormat, PythonicFormat)
 
 
 def format_of(template: str, parser: str, tools: Sequence[Tool]) -> ToolFormat | None:
-    """The format that a setting names, or that a template shows; None if it shows none.
-
-    Raises:
-        ChatError: a name that is none of `TOOL_PARSERS`.
-    """
+    """The format that a setting names, or that a template shows; None if it shows none. Raises ChatError: a name that is none of
+    `TOOL_PARSERS`."""
     if parser not in TOOL_PARSERS:
         raise not_allowed("tool_parser", parser, ", ".join(TOOL_PARSERS))
     if parser == "auto":

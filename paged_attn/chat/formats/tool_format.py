@@ -64,11 +64,8 @@ class ToolFormat:
         self.tools = tools
 
     def begins(self, text: str, at_beginning: bool) -> tuple[int, bool]:
-        """Where a call begins, and whether that is sure; (length, True) if none does.
-
-        Args:
-            at_beginning: nothing but calls came before the text.
-        """
+        """Where a call begins, and whether that is sure; (length, True) if none does. `at_beginning`: nothing but calls came before the
+        text."""
         if self.at_beginning:
             if not at_beginning:
                 return len(text), True

@@ -93,10 +93,7 @@ def _unexplained(
 
 def check_rows(prompts: Sequence[Tensor], logits: Sequence[Tensor], takes_rows: bool) -> None:
     """Checks that there are logits for every row, as a ragged batch needs: a model that keeps only the last serves one request only.
-
-    Args:
-        takes_rows: the call passes logits_to_keep.
-    """
+    `takes_rows`: the call passes logits_to_keep."""
     for prompt, each in zip(prompts, logits, strict=True):
         if each.shape[0] != len(prompt):
             advice = (

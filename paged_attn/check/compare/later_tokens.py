@@ -11,11 +11,8 @@ from paged_attn.check.runs.truth import OtherRun, Truth
 
 
 def check_later_tokens(original: Original, truth: Truth, noise: Noise, settings: ProbeSettings) -> None:
-    """Changes the last token of the longest probe prompt, and compares the rows before it at every boundary.
-
-    Raises:
-        UnsupportedError: a row moves by more than rounding; the message names where it moves first.
-    """
+    """Changes the last token of the longest probe prompt, and compares the rows before it at every boundary. Raises UnsupportedError: a row
+    moves by more than rounding; the message names where it moves first."""
     prompt = truth.prompts[LONGEST]
     if len(prompt) < 2:
         return

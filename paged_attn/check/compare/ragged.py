@@ -17,11 +17,8 @@ RAISED = "The attention backend raised it, or the model's code depends on the le
 
 
 def compare_ragged(served: Served, truth: Truth, noise: Noise) -> list[Suspect]:
-    """Runs the steps of the probe prompts; each value between two pieces is compared, then replaced by the truth.
-
-    Raises:
-        UnsupportedError: the rewritten graph cannot run such a batch, or no backend can.
-    """
+    """Runs the steps of the probe prompts; each value between two pieces is compared, then replaced by the truth. Raises UnsupportedError:
+    the rewritten graph cannot run such a batch, or no backend can."""
     steps = Steps(served.specs, truth.prompts, served.kv_dtype, served.recurrent, served.settings, truth.others)
     found: list[Suspect] = []
     for step in steps_of(truth.prompts, served.is_causal, truth.others):

@@ -51,11 +51,8 @@ class Perturbation:
 
 
 class PerturbedRun(TappedRun):
-    """`run(*inputs)` with every result in the model's own dtype perturbed, as another order of summation or another kernel might.
-
-    Args:
-        narrow: the model's own floating-point dtype.
-    """
+    """`run(*inputs)` with every result in the model's own dtype perturbed, as another order of summation or another kernel might. `narrow`:
+    the model's own floating-point dtype."""
 
     def __init__(self, gm: fx.GraphModule, taps: Taps, visit: Visit, narrow: torch.dtype, perturbation: Perturbation) -> None:
         super().__init__(gm, taps, visit)

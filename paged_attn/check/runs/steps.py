@@ -80,11 +80,8 @@ class Step:
 
 
 def probe_prompts(device: torch.device, num_ids: int, longest: int | None = None, least: int = 1) -> list[Tensor]:
-    """Seeded random prompts [T] int64 with ids below `num_ids`, none longer than the model's positions; the second is the longest.
-
-    Args:
-        least: the fewest tokens that a prompt may have.
-    """
+    """Seeded random prompts [T] int64 with ids below `num_ids`, none longer than the model's positions; the second is the longest. `least`:
+    the fewest tokens that a prompt may have."""
     generator = torch.Generator().manual_seed(20)
     most = min(LENGTHS[1], longest or LENGTHS[1])
     lengths = [max(n * most // LENGTHS[1], 1) for n in LENGTHS] if most < LENGTHS[1] else LENGTHS

@@ -51,11 +51,8 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Until standard input ends. Answers go to stdout, all else to stderr.
-
-    Raises:
-        ValueError: a setting out of range, or a model that cannot be loaded or cannot chat.
-    """
+    """Until standard input ends. Answers go to stdout, all else to stderr. Raises ValueError: a setting out of range, or a model that
+    cannot be loaded or cannot chat."""
     params, config = sampling_params(args), engine_config(args)
     if args.lora is not None:
         config = config.with_adapters(1)

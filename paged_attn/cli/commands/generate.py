@@ -38,11 +38,8 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Texts go to stdout, numbers and the check's verdict to stderr (all to stdout with --json). Returns 1 if a check failed.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C, after what there was by then has been written.
-    """
+    """Texts go to stdout, numbers and the check's verdict to stderr (all to stdout with --json). Returns 1 if a check failed. Raises
+    KeyboardInterrupt: Ctrl-C, after what there was by then has been written."""
     params, prompts = sampling_params(args), read_prompts(args)
     config = engine_config(args)
     if args.lora is not None:

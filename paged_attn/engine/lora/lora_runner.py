@@ -82,11 +82,8 @@ class LoraRunner(TracedRunner):
 
 
 class LoraSlots:
-    """Slots of rows and of rows of logits, where captured graphs read them: at addresses that follow from a step's shape alone.
-
-    Args:
-        max_rows, max_logits: of a step that was captured; larger ones get memory of their own.
-    """
+    """Slots of rows and of rows of logits, where captured graphs read them: at addresses that follow from a step's shape alone. `max_rows`,
+    `max_logits`: of a step that was captured; larger ones get memory of their own."""
 
     def __init__(self, max_rows: int, max_logits: int, device: torch.device) -> None:
         self._most = max(max_rows, MIN_ROWS), max(max_logits, MIN_ROWS)
@@ -108,11 +105,8 @@ class LoraSlots:
 
 
 def check_adapters(runner: LoraRunner, pool: KVPool, backend: AttentionBackend) -> None:
-    """Compare one prompt, in the first pages, which nobody may use yet. Leaves the slots empty.
-
-    Raises:
-        UnsupportedError: the logits differ from those of the model whose linear layers add the same factors.
-    """
+    """Compare one prompt, in the first pages, which nobody may use yet. Leaves the slots empty. Raises UnsupportedError: the logits differ
+    from those of the model whose linear layers add the same factors."""
     adapters = runner.adapters
     if runner.dtype not in CHECKED or not adapters.sites:
         return

@@ -83,11 +83,8 @@ class StateSnapshots:
         return max(self.num_attached - self._reserved, 0)
 
     def slot_for_request(self, node: RadixNode | None) -> int:
-        """A slot for a request, with a copy of the node's snapshot; without a node its contents are arbitrary.
-
-        Raises:
-            ValueError: no slot is free, and no snapshot can be evicted.
-        """
+        """A slot for a request, with a copy of the node's snapshot; without a node its contents are arbitrary. Raises ValueError: no slot
+        is free, and no snapshot can be evicted."""
         if node is not None:
             self._use(node)
         if not self.slots.num_free and self.num_yielding:

@@ -135,11 +135,8 @@ class PairTokens(NamedTuple):
 
 
 def pair_tokens(tokenizer: Any, first: str, second: str, cut: Cut | None = None) -> PairTokens:
-    """As transformers' tokenizer joins two texts, and shortens the longer one where they are to be cut.
-
-    Raises:
-        ValueError: there is no tokenizer.
-    """
+    """As transformers' tokenizer joins two texts, and shortens the longer one where they are to be cut. Raises ValueError: there is no
+    tokenizer."""
     if tokenizer is None:
         raise ValueError("a pair of texts is joined by the model's tokenizer, and there is none; give LLM(model, tokenizer=...)")
     encoded = tokenizer(first, second, **({} if cut is None else {"truncation": "longest_first", "max_length": cut.most}))
@@ -147,11 +144,8 @@ def pair_tokens(tokenizer: Any, first: str, second: str, cut: Cut | None = None)
 
 
 def paired(text_1: Any, text_2: Any) -> list[tuple[str, str]]:
-    """One text with each of many, or texts with texts.
-
-    Raises:
-        ValueError: two lists of different lengths. TypeError: no texts. Both begin with the name of the side at fault.
-    """
+    """One text with each of many, or texts with texts. Raises ValueError: two lists of different lengths. TypeError: no texts. Both begin
+    with the name of the side at fault."""
     lists = [[given] if isinstance(given, str) else given for given in (text_1, text_2)]
     for name, given, texts in zip(("text_1", "text_2"), (text_1, text_2), lists, strict=True):
         if not isinstance(texts, Sequence) or not texts or not all(isinstance(each, str) for each in texts):

@@ -47,11 +47,8 @@ class Pooler:
 
     @classmethod
     def of(cls, model: nn.Module, task: str, defaults: EmbeddingDefaults | None = None) -> Pooler:
-        """A pooler for a loaded model, for the task "embed" or "classify".
-
-        Raises:
-            UnsupportedError: there is no body to embed by, or no head whose row is known.
-        """
+        """A pooler for a loaded model, for the task "embed" or "classify". Raises UnsupportedError: there is no body to embed by, or no
+        head whose row is known."""
         body = Body(model)
         if task == "embed":
             return cls(model, body, None, defaults or AS_USUAL)

@@ -22,11 +22,8 @@ class EmbeddingDefaults:
 
 
 def embedding_defaults(name: str, revision: str | None = None) -> EmbeddingDefaults | None:
-    """None where the directory or hub repository has no modules.json.
-
-    Raises:
-        UnsupportedError: it has modules that are not known (a dense layer, other poolings); says which.
-    """
+    """None where the directory or hub repository has no modules.json. Raises UnsupportedError: it has modules that are not known (a dense
+    layer, other poolings); says which."""
     modules = _read(name, "modules.json", revision)
     if modules is None:
         return None

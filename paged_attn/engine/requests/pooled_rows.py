@@ -51,11 +51,8 @@ class PooledPart(NamedTuple):
 
 
 class PooledRows:
-    """What the parts of one step come to; the copy to the host starts at once, and nothing here waits but `wait`.
-
-    Args:
-        rows: [N, W], any floating dtype; they may be overwritten afterwards.
-    """
+    """What the parts of one step come to; the copy to the host starts at once, and nothing here waits but `wait`. `rows`: [N, W], any
+    floating dtype; they may be overwritten afterwards."""
 
     def __init__(self, rows: Tensor, parts: Sequence[PooledPart]) -> None:
         self._parts = parts

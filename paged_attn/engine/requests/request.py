@@ -173,11 +173,8 @@ class Request:
         self.rows.clear_pages(self.row)
 
     def pooled_row(self) -> Tensor:
-        """The row [W] float32 of a request that was embedded and has ended.
-
-        Raises:
-            ValueError: the model gave NaN or infinite hidden states.
-        """
+        """The row [W] float32 of a request that was embedded and has ended. Raises ValueError: the model gave NaN or infinite hidden
+        states."""
         assert self.pooled is not None
         row = self.pooled.result(len(self.prompt_token_ids))
         if not row.isfinite().all():

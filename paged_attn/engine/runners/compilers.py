@@ -10,11 +10,8 @@ from paged_attn.engine.config import EngineConfig
 
 
 def start_compilers(device: torch.device | str | None, config: EngineConfig) -> None:
-    """Ours and Inductor's, if this engine will compile: they take some five seconds to begin. No harm in asking twice.
-
-    Args:
-        device: None is `default_device()`.
-    """
+    """Ours and Inductor's, if this engine will compile: they take some five seconds to begin. No harm in asking twice. `device`: None is
+    `default_device()`."""
     device = default_device() if device is None else torch.device(device)
     if not config.compile or device.type != "cuda" or not torch.cuda.is_available() or not has_triton():
         return

@@ -113,11 +113,8 @@ class HookedRunner:
         return {**tensors, **dict(self.model.named_buffers(remove_duplicate=False))}
 
     def forward(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
-        """input_ids, positions [T], logits_rows [N], all int64 -> logits [N, vocabulary]; inside a ForwardContext of T rows.
-
-        Raises:
-            ContextError: no context, a pool of other layers, a closed runner, or a model whose attention was switched meanwhile.
-        """
+        """input_ids, positions [T], logits_rows [N], all int64 -> logits [N, vocabulary]; inside a ForwardContext of T rows. Raises
+        ContextError: no context, a pool of other layers, a closed runner, or a model whose attention was switched meanwhile."""
         self._check_call()
         training = any(module.training for module in self.model.modules())
         with evaluating(self.model) if training else nullcontext():

@@ -22,11 +22,8 @@ class ModelChangedError(UnsupportedError):
 
 
 class ModelWatch:
-    """Watches one engine's model.
-
-    Args:
-        captured: graphs were recorded, which compute what the model computed then, at the addresses that it had.
-    """
+    """Watches one engine's model. `captured`: graphs were recorded, which compute what the model computed then, at the addresses that it
+    had."""
 
     def __init__(self, runner: Runner, captured: bool) -> None:
         self.runner, self.captured = runner, captured
@@ -45,12 +42,8 @@ class ModelWatch:
         self.state.leave_out_written_since(before)
 
     def look(self) -> bool:
-        """Whether what was computed of cached tokens is no longer what the model computes.
-
-        Raises:
-            ModelChangedError: the engine goes on with something that the model no longer is; the message names it. Once the
-                model is as it was, so is the engine.
-        """
+        """Whether what was computed of cached tokens is no longer what the model computes. Raises ModelChangedError: the engine goes on
+        with something that the model no longer is; the message names it. Once the model is as it was, so is the engine."""
         found = self.state.difference()
         if found is None:
             return False

@@ -124,10 +124,7 @@ class TracedRunner:
 
     def _capture_with_state(self, options: CompileOptions) -> None:
         """A model that is refused as it is may keep its state in attributes: then these are kept for each request, and it is tried again.
-
-        Raises:
-            UnsupportedError: also with truer words for a refused model that keeps its state where no request's can be told apart.
-        """
+        Raises UnsupportedError: also with truer words for a refused model that keeps its state where no request's can be told apart."""
         try:
             self._capture_as_it_counts(options)
         except UnsupportedError as refusal:
@@ -245,11 +242,8 @@ class TracedRunner:
             return rows_of_logits(self.model, prompt, positions)
 
     def _counts_otherwise(self, refusal: UnsupportedError) -> bool:
-        """Whether a model that was refused with position_ids 0, 1, ... numbers positions in another way when it is given none.
-
-        Raises:
-            UnsupportedError: it does, and its `generate` gives them: then its users get two answers.
-        """
+        """Whether a model that was refused with position_ids 0, 1, ... numbers positions in another way when it is given none. Raises
+        UnsupportedError: it does, and its `generate` gives them: then its users get two answers."""
         if not positions_are_optional(self.model) or not takes(self.model, "position_ids"):
             return False
         prompt = few_ids(self.model, 5, self.device)[1:]

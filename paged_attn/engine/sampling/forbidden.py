@@ -24,11 +24,8 @@ class ForbiddenNext(NamedTuple):
 
 
 class BadWords:
-    """Non-empty sequences of tokens that may not be generated, indexed by what precedes their last token.
-
-    Attributes:
-        single: tokens that may never be generated.
-    """
+    """Non-empty sequences of tokens that may not be generated, indexed by what precedes their last token. `single`: tokens that may never
+    be generated."""
 
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
         self.single: list[int] = []
@@ -83,11 +80,8 @@ class Forbidden:
 
 
 def bad_words(words: Iterable[str | Sequence[int]], tokenizer: Any) -> BadWords:
-    """Texts as the tokenizer writes them, with and without a space in front; ids as they are.
-
-    Raises:
-        ValueError: a text, and there is no tokenizer, or it does not read it.
-    """
+    """Texts as the tokenizer writes them, with and without a space in front; ids as they are. Raises ValueError: a text, and there is no
+    tokenizer, or it does not read it."""
     sequences: list[Sequence[int]] = []
     for word in words:
         if not isinstance(word, str):
@@ -110,11 +104,8 @@ def _read(word: str, tokenizer: Any) -> list[Sequence[int]]:
 
 
 def forbid(scores: Tensor, rows: Mapping[int, ForbiddenNext], last: Tensor | None, last_rows: Mapping[int, int]) -> None:
-    """Set the scores [N, V] float32 of forbidden tokens to -inf in place, by row. Does not wait for the device.
-
-    Args:
-        last: [M] int64, the tokens chosen last, on the device; last_rows: the index in it of each row's pending token.
-    """
+    """Set the scores [N, V] float32 of forbidden tokens to -inf in place, by row. Does not wait for the device. `last`: [M] int64, the
+    tokens chosen last, on the device; `last_rows`: the index in it of each row's pending token."""
     vocabulary = scores.shape[-1]
     always: list[int] = []
     follows: list[tuple[int, int, int]] = []  # element of the scores, row of `last`, token there

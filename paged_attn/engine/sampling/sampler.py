@@ -22,11 +22,8 @@ from paged_attn.parallel.ranks import Ranks
 
 
 class Sampler:
-    """Chooses tokens step after step; nothing here waits for the device but `SamplerOutput.wait`.
-
-    Args:
-        ranks: the processes that run the model together, which get the same logits and must choose the same tokens.
-    """
+    """Chooses tokens step after step; nothing here waits for the device but `SamplerOutput.wait`. `ranks`: the processes that run the model
+    together, which get the same logits and must choose the same tokens."""
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self._ranks = ranks
@@ -138,11 +135,8 @@ def greedy_sample(logits: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def add_biases(scores: Tensor, biases: Sequence[Sequence[tuple[int, float]]]) -> None:
-    """Add each row's (token, bias) pairs, with distinct tokens, to scores [N, V] float32 in place.
-
-    Raises:
-        ValueError: a token outside the vocabulary.
-    """
+    """Add each row's (token, bias) pairs, with distinct tokens, to scores [N, V] float32 in place. Raises ValueError: a token outside the
+    vocabulary."""
     sizes = [len(each) for each in biases]
     total = sum(sizes)
     if not total:

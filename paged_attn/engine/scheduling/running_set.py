@@ -14,11 +14,8 @@ COMPARED_PAGES = (0, 4, 16, 64, 256, 1024)  # requests with the same page at one
 
 
 class RunningSet:
-    """Requests by priority and arrival. Finding and removing one is O(1); so is adding one that comes last.
-
-    Attributes:
-        rows: the numbers and pages of requests while they run.
-    """
+    """Requests by priority and arrival. Finding and removing one is O(1); so is adding one that comes last. `rows`: the numbers and pages
+    of requests while they run."""
 
     def __init__(self, max_requests: int) -> None:
         self.rows = RequestRows(max_requests)

@@ -180,11 +180,8 @@ class StepRunner:
         return Step(batch, self.graphs.captured[GraphKey("piecewise", size)], num_logits)
 
     def run(self, step: Step) -> StepOutput:
-        """Logits [num_logits, vocabulary], and greedy tokens with `greedy_in_graph`.
-
-        Raises:
-            CaptureError: a tensor of the model moved; or, with `verify`, a replay gave other logits than the model uncaptured.
-        """
+        """Logits [num_logits, vocabulary], and greedy tokens with `greedy_in_graph`. Raises CaptureError: a tensor of the model moved; or,
+        with `verify`, a replay gave other logits than the model uncaptured."""
         if step.captured is None:
             output = self._uncaptured(step.batch)
         else:

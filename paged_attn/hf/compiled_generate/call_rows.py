@@ -109,11 +109,8 @@ class Part:
 
 
 def steps(counts: Sequence[int], wanted: int, most_tokens: int, most_rows: int) -> Iterator[list[Part]]:
-    """All tokens of rows with `counts` tokens each, in order, with at most `most_tokens` tokens and `most_rows` rows per step.
-
-    Args:
-        wanted: number of each row's last tokens whose logits are wanted, at most all.
-    """
+    """All tokens of rows with `counts` tokens each, in order, with at most `most_tokens` tokens and `most_rows` rows per step. `wanted`:
+    number of each row's last tokens whose logits are wanted, at most all."""
     parts: list[Part] = []
     left = most_tokens
     for row, count in enumerate(counts):

@@ -180,11 +180,8 @@ class RaggedTable:
 
     @uninterrupted
     def extend(self, new: Lengths) -> None:
-        """Makes room for `new` [rows] more tokens in each row, in pages that no other row holds.
-
-        Raises:
-            CacheFull: too few pages are free; nothing was changed.
-        """
+        """Makes room for `new` [rows] more tokens in each row, in pages that no other row holds. Raises CacheFull: too few pages are free;
+        nothing was changed."""
         size, before = self.shared.page_size, self.num_pages
         after = -(-(self.lengths + new) // size)
         rows = ((self.lengths % size > 0) & (new > 0)).nonzero()[0]  # these also write into their last page

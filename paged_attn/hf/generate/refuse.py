@@ -40,10 +40,7 @@ def generate_frame(model: Any = None, around: FrameType | None = None) -> FrameT
 
 def callers_keywords() -> dict[str, Any]:
     """`streamer`, `assistant_model` and `synced_gpus` of the call of `generate` that called us: it passes them only to its own loops.
-
-    Raises:
-        TypeError: not called by `generate`.
-    """
+    Raises TypeError: not called by `generate`."""
     frame = generate_frame()
     if frame is None:
         raise TypeError(CALLED_BY_ITSELF)

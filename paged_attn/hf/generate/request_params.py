@@ -104,11 +104,8 @@ def _is_known(processor: Any, value: Any, name: str) -> bool:
 
 
 def of_row(processor: Any, row: int, rows: int) -> Processor:
-    """The processor of a batch of `rows`, as it applies to one of its rows in calls with only that row.
-
-    Raises:
-        UnsupportedError: one of transformers' processors that has state for each row.
-    """
+    """The processor of a batch of `rows`, as it applies to one of its rows in calls with only that row. Raises UnsupportedError: one of
+    transformers' processors that has state for each row."""
     kind = type(processor)
     if kind is kinds.RepetitionPenaltyLogitsProcessor:
         ignored = getattr(processor, "prompt_ignore_length", None)
@@ -127,11 +124,8 @@ def of_row(processor: Any, row: int, rows: int) -> Processor:
 
 
 class RowProcessors:
-    """The processors of one row, in order: input_ids [1, T] without padding, scores [1, V] -> scores [1, V].
-
-    Args:
-        padding: [P] int64, the row's padding on the left, which transformers' processors count and see.
-    """
+    """The processors of one row, in order: input_ids [1, T] without padding, scores [1, V] -> scores [1, V]. `padding`: [P] int64, the
+    row's padding on the left, which transformers' processors count and see."""
 
     def __init__(self, processors: Sequence[Processor], padding: Tensor) -> None:
         self.processors, self.padding = processors, padding

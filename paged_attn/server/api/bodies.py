@@ -205,11 +205,8 @@ class Body(SentBody):
         return self.json_schema if wanted is None else wanted
 
     def wanted_guides(self) -> dict[str, Any]:
-        """Those of `json_schema`, `regex` and `grammar` that `SamplingParams` are given.
-
-        Raises:
-            ApiError: 400 for structured_outputs beside one of these.
-        """
+        """Those of `json_schema`, `regex` and `grammar` that `SamplingParams` are given. Raises ApiError: 400 for structured_outputs beside
+        one of these."""
         all_of_them = {"json_schema": self.wanted_schema(), "regex": self.regex, "grammar": self.grammar}
         given = {name: value for name, value in all_of_them.items() if value is not None}
         if self.structured_outputs is None:
@@ -331,11 +328,8 @@ def _checked_count(name: str, count: int | None) -> int | None:
 
 
 def listed(given: object, param: str = "prompt") -> Sequence[str | list[int]]:
-    """A text, token ids, or a list of either, as a list. Only the form is looked at; the engine looks at each id.
-
-    Raises:
-        ApiError: 400 for anything else.
-    """
+    """A text, token ids, or a list of either, as a list. Only the form is looked at; the engine looks at each id. Raises ApiError: 400 for
+    anything else."""
     if isinstance(given, str):
         return [given]
     if isinstance(given, list) and given:

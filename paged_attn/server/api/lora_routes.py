@@ -64,11 +64,8 @@ async def unload(request: Request, body: UnloadBody) -> Response:
 
 
 def inside(folder: Path, path: str) -> Path:
-    """The folder that a client means; links are followed before it is asked where that lies.
-
-    Raises:
-        ApiError: 400: it is not in `folder`, which the message does not tell.
-    """
+    """The folder that a client means; links are followed before it is asked where that lies. Raises ApiError: 400 for one that is not in
+    `folder`, which the message does not tell."""
     try:
         root = folder.resolve(strict=True)
         found = (root / path).resolve()

@@ -32,11 +32,8 @@ class BodyShape:
         self._escapes = False  # the last byte is a backslash that escapes the next one
 
     def feed(self, part: bytes) -> None:
-        """Take in the next bytes.
-
-        Raises:
-            ApiError: 400 for too many values, for values that lie too deep, or for bytes that no UTF-8 JSON has.
-        """
+        """Take in the next bytes. Raises ApiError: 400 for too many values, for values that lie too deep, or for bytes that no UTF-8 JSON
+        has."""
         every_kind = _KINDS[np.frombuffer(part, np.uint8)]
         offsets = np.flatnonzero(every_kind)
         kinds = every_kind[offsets]
@@ -96,11 +93,8 @@ class BodyBudget:
 
 
 class OpenBodies:
-    """Bodies that are still coming, which a server that ends does not wait for. Of one server, in one event loop.
-
-    Attributes:
-        have_ended: the server ends, and no body comes any further.
-    """
+    """Bodies that are still coming, which a server that ends does not wait for. Of one server, in one event loop. `have_ended`: the server
+    ends, and no body comes any further."""
 
     def __init__(self) -> None:
         self.have_ended = False

@@ -60,11 +60,8 @@ class Call:
         self.afterwards.callback(asyncio.get_running_loop().call_later(left, self.fail, error).cancel)
 
     async def unless_ended(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-        """What `work` returns; None, and `work` cancelled, if the client leaves first.
-
-        Raises:
-            ApiError: what `fail` was called with; then `work` was cancelled, too.
-        """
+        """What `work` returns; None, and `work` cancelled, if the client leaves first. Raises ApiError: what `fail` was called with; then
+        `work` was cancelled, too."""
         result = None
         working = self._working = asyncio.ensure_future(work)
         try:

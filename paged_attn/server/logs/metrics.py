@@ -112,11 +112,7 @@ def _gauge(name: str, help: str, label: str, values: Mapping[str, float]) -> Met
 
 class CountingHistogram:
     """Takes many equal values at once: prometheus_client's own takes them one by one, and a step has hundreds of tokens. Written by one
-    thread, and read by any.
-
-    Args:
-        buckets: their upper bounds, ascending; one of all that is larger comes last.
-    """
+    thread, and read by any. `buckets`: their upper bounds, ascending; one of all that is larger comes last."""
 
     def __init__(self, name: str, help: str, buckets: Sequence[float]) -> None:
         self._name, self._help, self._bounds = name, help, [*buckets, float("inf")]

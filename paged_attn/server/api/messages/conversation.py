@@ -24,11 +24,7 @@ SEPARATOR = "\n\n"  # between turns of one role, and blocks of a system prompt
 
 def messages_of(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
     """Messages for `ChatRequest`. Turns of one role that follow each other are one; results of tools are messages before the text that
-    comes with them.
-
-    Raises:
-        ApiError: 400 for roles and blocks that are not served, with their place.
-    """
+    comes with them. Raises ApiError: 400 for roles and blocks that are not served, with their place."""
     found: list[dict[str, Any]] = []
     if system is not None and (text := _text(system, "system", SEPARATOR)):
         found.append({"role": "system", "content": text})

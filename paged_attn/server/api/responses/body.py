@@ -145,12 +145,8 @@ def _choice(choice: Any) -> Any:
 
 
 def messages_of(given: Any, instructions: str | None) -> list[dict[str, Any]]:
-    """Messages for `ChatRequest`. Reasoning, text and calls that follow each other are one message of the assistant; system messages
-    that do are one, too.
-
-    Raises:
-        ApiError: 400 for anything that is neither text nor a list of known items; with its place.
-    """
+    """Messages for `ChatRequest`. Reasoning, text and calls that follow each other are one message of the assistant; system messages that
+    do are one, too. Raises ApiError: 400 for anything that is neither text nor a list of known items; with its place."""
     messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
