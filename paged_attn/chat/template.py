@@ -19,14 +19,13 @@ _READS_TOOLS = re.compile(r"\btools\b")
 def template_text(tokenizer: Any, chat_template: str | None, has_tools: bool) -> str:
     """The template that such a chat is rendered with; a name chooses among several that a tokenizer has. Raises ChatError: there is none;
     says what to do."""
+    lacks = ""
     if tokenizer is None:
-        hint = "give LLM(model, tokenizer=...), or token ids to generate (/v1/completions)"
-        what = f"this model has no tokenizer, so that it cannot chat; {hint}"
-        raise ChatError(what, "messages", "no_chat_template")
-    if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
-        hint = "give one (chat_template=, --chat-template), or whole prompts to generate (/v1/completions)"
-        what = f"this model has no chat template, so that it cannot chat; {hint}"
-        raise ChatError(what, "messages", "no_chat_template")
+        lacks, hint = "tokenizer", "give LLM(model, tokenizer=...), or token ids to generate (/v1/completions)"
+    elif chat_template is None and getattr(tokenizer, "chat_template", None) is None:
+        lacks, hint = "chat template", "give one (chat_template=, --chat-template), or whole prompts to generate (/v1/completions)"
+    if lacks:
+        raise ChatError(f"this model has no {lacks}, so that it cannot chat; {hint}", "messages", "no_chat_template")
     try:
         text: str = tokenizer.get_chat_template(chat_template, [{}] if has_tools else None)
     except ValueError as error:

@@ -105,7 +105,10 @@ def build_runtime(model: nn.Module, given: EngineConfig, pooler: Pooler | None, 
     budget = MemoryBudget(config, runner.layers, runner.dtype, device, groups, recurrent, limits.max_positions, takes_chunks, agree)
     state_pool = StatePool(recurrent, budget.slots.total, device) if recurrent else None
     states = RecurrentRunner(runner.recurrent, state_pool) if state_pool else None
-    with_adapters = _lora_runner(runner, config)
+    with_adapters = None
+    if config.max_loras:
+        assert isinstance(runner, TracedRunner) and runner.compiled.lora is not None
+        with_adapters = LoraRunner(runner, runner.compiled.lora, config.max_loras, config.max_lora_rank)
     step_runner, lora_step_runner, pool, selection = allocate_and_capture(
         runner, with_adapters, config, budget.pages, states, recorder, groups
     )
@@ -138,14 +141,6 @@ def _refuse_for_pooling(runner: Runner, pooler: Pooler, config: EngineConfig) ->
         return
     runner.close()
     raise UnsupportedError(why)
-
-
-def _lora_runner(runner: Runner, config: EngineConfig) -> LoraRunner | None:
-    """The runner of steps with adapters, with memory for the adapters; None unless the settings ask for it."""
-    if not config.max_loras:
-        return None
-    assert isinstance(runner, TracedRunner) and runner.compiled.lora is not None
-    return LoraRunner(runner, runner.compiled.lora, config.max_loras, config.max_lora_rank)
 
 
 def _warm_sampler(runner: Runner) -> None:

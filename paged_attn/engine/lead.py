@@ -6,6 +6,7 @@ import datetime
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from paged_attn.engine.requests.request import Request
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.parallel.ranks import Ranks
 
+TOLD = ("clear_prefix_cache", "close", "release")  # calls without arguments that all ranks make
 IDLE = datetime.timedelta(days=365)  # longest time without any call
 # One more group per group of ranks, over gloo. None is destroyed, because no second one could have its name.
 _lines: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -60,7 +62,7 @@ class _Line:
     """From the first rank to the others, in order."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._is_cut = False
+        self.is_cut = False  # the other ranks no longer listen: a call sent from now on would wait forever
         members = dist.get_process_group_ranks(ranks.group)
         self._first = members[0]
         if ranks.group not in _lines:
@@ -68,21 +70,17 @@ class _Line:
         self._group = _lines[ranks.group]
 
     def say(self, order: Any) -> None:
-        if self._is_cut:
+        if self.is_cut:
             return
         try:
             dist.broadcast_object_list([order], self._first, group=self._group)
         except BaseException:
-            self.cut()
+            self.is_cut = True
             raise
-
-    def cut(self) -> None:
-        """The other ranks no longer listen: a call sent from now on would wait forever."""
-        self._is_cut = True
 
     def check(self) -> None:
         """Raises ContextError: the other ranks no longer listen."""
-        if self._is_cut:
+        if self.is_cut:
             raise ContextError("the other ranks left after an error, so that this one cannot go on alone; start the program again")
 
     def hear(self) -> Any:
@@ -100,7 +98,7 @@ class _Leader:
         self._engine, self._line = engine, line
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+        return partial(self._told, name) if name in TOLD else getattr(self._engine, name)
 
     def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **keywords: Any) -> Request:
         self._line.check()
@@ -123,20 +121,12 @@ class _Leader:
         try:
             return self._engine.step()
         except BaseException:
-            self._line.cut()  # the others had the error, too, and are gone, or they are inside the step
+            self._line.is_cut = True  # the others had the error, too, and are gone, or they are inside the step
             raise
 
-    def clear_prefix_cache(self) -> int:
-        self._line.say(("clear_prefix_cache", (), {}))
-        return self._engine.clear_prefix_cache()
-
-    def close(self) -> None:
-        self._line.say(("close", (), {}))
-        self._engine.close()
-
-    def release(self) -> None:
-        self._line.say(("release", (), {}))
-        self._engine.release()
+    def _told(self, name: str) -> Any:
+        self._line.say((name, (), {}))
+        return getattr(self._engine, name)()
 
 
 def _refuse_what_does_not_travel(params: SamplingParams | None, keywords: dict[str, Any]) -> None:

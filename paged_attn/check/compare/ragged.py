@@ -60,7 +60,8 @@ class RowsOfStep:
             return value
         copied = value.clone()
         rows = copied if boundary.is_of_op else self.truth.rows_of(name, copied)
-        at = self._at(rows)
+        # All rows, if those whose logits are not wanted were already dropped.
+        at = self.at if len(rows) >= self.num_rows else torch.arange(len(self.at), device=rows.device)
         rows[at] = self.compare(name, rows[at], boundary).to(value.dtype)
         return copied
 
@@ -71,10 +72,6 @@ class RowsOfStep:
         self.compare(name, self.truth.written_of(name, value)[self.at], None)
         rows = [self.truth.rows(part.prompt, name)[part.start : part.end] for part in self.parts]
         return self.truth.with_rows(name, value, torch.cat(rows), self.at)
-
-    def _at(self, rows: Tensor) -> Tensor:
-        """Indices of the prompts' rows: all rows, if those whose logits are not wanted were already dropped."""
-        return self.at if len(rows) >= self.num_rows else torch.arange(len(self.at), device=rows.device)
 
     def compare(self, name: str, rows: Tensor, boundary: Boundary | None) -> Tensor:
         """The truth for the prompts' rows [N, ...], in the same shape."""

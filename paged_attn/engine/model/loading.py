@@ -110,7 +110,11 @@ def _model(
     from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
     where, place = _where(gguf, options), name if gguf is None else f"{name}/{gguf}"
-    more: dict[str, Any] = {"distributed_config": _own_shards(options.expert_parallel)} if sharded else {}
+    more: dict[str, Any] = {}
+    if sharded:
+        if importlib.util.find_spec("accelerate") is None:
+            raise ValueError(f"to read shards transformers needs accelerate; install the extra: {install_line('tp')}")
+        more["distributed_config"] = distributed_config(num_processes(), options.expert_parallel)
     if options.quantization_config is not None:
         _check_installed("accelerate", "quantization_config")
         more |= {"quantization_config": options.quantization_config, "device_map": {"": device}}
@@ -174,12 +178,6 @@ def _check_installed(package: str, what: str) -> None:
         raise ValueError(f"{what} needs the package {package}, which is not installed: pip install {package}")
 
 
-def _own_shards(expert_parallel: bool) -> Any:
-    if importlib.util.find_spec("accelerate") is None:
-        raise ValueError(f"to read shards transformers needs accelerate; install the extra: {install_line('tp')}")
-    return distributed_config(num_processes(), expert_parallel)
-
-
 @contextmanager
 def _their_bars() -> Iterator[None]:
     """transformers' own bars are as the user set them, but none is drawn where we are told to draw none."""
@@ -222,9 +220,11 @@ def refuse_random_weights(model: Any, missing: Collection[str], config: Any, nam
 
 
 def _why_not_generate(model: Any, missing: Collection[str]) -> str:
-    if head := _head_among(model, missing):
+    head = model.get_output_embeddings()
+    heads = [path for path, module in model.named_modules() if module is head] if head is not None else []
+    if any(f"{path}.weight" in missing for path in heads):
         return (
-            f"{head}: without a language-model head (an embedding model, a classifier) there "
+            f"{heads[0]}: without a language-model head (an embedding model, a classifier) there "
             "is nothing to choose tokens by. Nothing is made up in its place; LLM(..., task='embed') embeds with it"
         )
     parameters = {path for path, _ in model.named_parameters()}
@@ -242,12 +242,6 @@ def _why_no_states(missing: Collection[str], task: Task) -> str:
     needed = sorted(path for path in missing if task == "classify" or not path.startswith("pooler."))  # no hidden state depends on it
     does = "embeds" if task == "embed" else "classifies"
     return f"{needed[0]}: it is not a model that {does}. Nothing is made up in its place" if needed else ""
-
-
-def _head_among(model: Any, missing: Collection[str]) -> str | None:
-    head = model.get_output_embeddings()
-    paths = [path for path, module in model.named_modules() if module is head] if head is not None else []
-    return paths[0] if any(f"{path}.weight" in missing for path in paths) else None
 
 
 def what_is_broken(error: Exception, name: str) -> str | None:

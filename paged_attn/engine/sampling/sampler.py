@@ -72,7 +72,8 @@ class Sampler:
 
     def _choose_non_greedy(self, logits: Tensor, best: Tensor, rows: Sequence[int], all_states: Mapping[int, SamplingState]) -> Tensor:
         """`best` [N] with the tokens of `rows` replaced; `best` itself if kernels replace them there."""
-        rows = sorted(rows, key=lambda row: _sampling_order(all_states[row]))  # stable
+        # Greedy rows first, then rows sampled from all tokens, then rows limited by top-k or top-p.
+        rows = sorted(rows, key=lambda row: 0 if (params := all_states[row].params).is_greedy else 1 + params.has_limit)
         states = [all_states[row] for row in rows]
         counting = [number for number, state in enumerate(states) if state.counts_tokens]
         if counting and self._counts is None:
@@ -150,11 +151,6 @@ def add_biases(scores: Tensor, biases: Sequence[Sequence[tuple[int, float]]]) ->
     elements, values = packed.to_device()
     flat = scores.view(-1)
     flat[elements] = flat[elements] + values.view(torch.float32)
-
-
-def _sampling_order(state: SamplingState) -> int:
-    """Greedy rows first, then rows sampled from all tokens, then rows limited by top-k or top-p."""
-    return 0 if state.params.is_greedy else 1 + state.params.has_limit
 
 
 def _check(logits: Tensor) -> None:

@@ -15,9 +15,8 @@ from paged_attn.attn_ops.batch.step_buffers import StepFetch
 from paged_attn.backends.devices import device_word, has_triton
 from paged_attn.engine.runners.runner import Runner
 
-GreedyInGraph = Callable[
-    [Tensor, Tensor | None], Tensor
-]  # a token for each row of logits [N, vocabulary], -1 for none; where to write them
+# A token for each row of logits [N, vocabulary], -1 for none; where to write them.
+GreedyInGraph = Callable[[Tensor, Tensor | None], Tensor]
 Output = tuple[Tensor, Tensor | None]  # logits [N, vocabulary], and the tokens [N] of `GreedyInGraph`
 Rows = TypeVar("Rows", int, NDArray[np.int64])
 

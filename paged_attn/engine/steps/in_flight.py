@@ -36,9 +36,7 @@ class InFlightStep:
         chosen: a row for each request that samples, in order, once `choose` was called; None if none does.
     """
 
-    def __init__(
-        self, layout: StepLayout, number: int, scores: PromptScores | None = None, pooled: PooledRows | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, layout: StepLayout, number: int, scores: PromptScores | None = None, pooled: PooledRows | None = None) -> None:
         self.number = number
         self.chosen: SamplerOutput | None = None
         self.prompt_scores, self.pooled_rows = scores, pooled

@@ -73,7 +73,24 @@ def build_step(
     wanted = rows.scores_from[indices]
     num_logits = np.maximum(ends - np.maximum(starts, wanted), samples)
     tokens = _tokens(step, starts, future_token(rows.future_row[indices]), rows.produced_by[indices] == in_flight)
-    columns = _columns(rows, indices, tokens, starts, counts, num_logits, checkpoints, frames)
+    num_pages = rows.num_pages[indices]
+    page_table, group_tables = rows.pages.take(indices, axis=0)[:, : num_pages.max(initial=0)], None
+    if frames is not None:
+        tables = frames.take(page_table, axis=1)
+        page_table, group_tables = tables[0], tables[1:]
+    columns = RequestColumns(
+        tokens=tokens,
+        page_table=page_table,
+        num_pages=num_pages,
+        num_cached=starts,
+        num_new=counts,
+        num_logits=num_logits,
+        state_slots=rows.state_slot[indices],
+        lora_slots=rows.adapter[indices] - 1,
+        checkpoints=checkpoints,
+        group_tables=group_tables,
+        lengths=rows.num_tokens[indices],
+    )
     num_of_prompts = int(counts[rows.num_tokens[indices] == rows.num_prompt[indices]].sum())
     picked: NDArray[np.bool_] | slice = slice(None) if samples.all() else samples
     sampling = requests if isinstance(picked, slice) else list(compress(requests, samples.tolist()))
@@ -87,36 +104,6 @@ def build_step(
             return layout._replace(pooled=_pooled(requests, starts, ends, samples, past - num_logits)), columns
         return layout._replace(scored=_scored(requests, np.maximum(starts, wanted), ends, past - num_logits)), columns
     return layout, columns
-
-
-def _columns(
-    rows: RequestRows,
-    indices: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    num_logits: NDArray[np.int64],
-    checkpoints: Mapping[int, Sequence[StateCheckpoint]] | None,
-    frames: NDArray[np.int32] | None,
-) -> RequestColumns:
-    num_pages = rows.num_pages[indices]
-    page_table, group_tables = rows.pages.take(indices, axis=0)[:, : num_pages.max(initial=0)], None
-    if frames is not None:
-        tables = frames.take(page_table, axis=1)
-        page_table, group_tables = tables[0], tables[1:]
-    return RequestColumns(
-        tokens=tokens,
-        page_table=page_table,
-        num_pages=num_pages,
-        num_cached=starts,
-        num_new=counts,
-        num_logits=num_logits,
-        state_slots=rows.state_slot[indices],
-        lora_slots=rows.adapter[indices] - 1,
-        checkpoints=checkpoints,
-        group_tables=group_tables,
-        lengths=rows.num_tokens[indices],
-    )
 
 
 def _pooled(

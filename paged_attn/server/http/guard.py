@@ -48,7 +48,9 @@ class Guard:
         with ExitStack() as afterwards:
             try:
                 headers = dict(scope["headers"])
-                _check_encoding(headers.get(b"content-encoding", b"identity"))
+                if (encoding := headers.get(b"content-encoding", b"").strip()).lower() not in (b"", b"identity"):
+                    given = shown(encoding.decode("latin-1"))
+                    raise ApiError(415, f"the header Content-Encoding is {given}; bodies are read as they are: send JSON in UTF-8")
                 self._check_host(scope["path"], headers.get(b"host", b""))
                 is_api = scope["path"].startswith("/v1") or scope["path"] in COUNTED
                 caller = self._callers.identify(headers, scope.get("client"), needs_key=is_api)
@@ -101,12 +103,6 @@ class Guard:
         if size > self.max_body_bytes:
             limit = f"{self.max_body_bytes / 2**20:g} MiB"
             raise ApiError(413, f"the body has {size} bytes or more; this server takes {limit}; see --max-body-mib")
-
-
-def _check_encoding(header: bytes) -> None:
-    if header.strip().lower() not in (b"", b"identity"):
-        given = shown(header.decode("latin-1"))
-        raise ApiError(415, f"the header Content-Encoding is {given}; bodies are read as they are: send JSON in UTF-8")
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

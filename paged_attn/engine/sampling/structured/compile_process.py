@@ -54,7 +54,8 @@ def as_grammar(what: str, source: str) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if what == "json_schema":
-        return str(LLMatcher.grammar_from_json_schema(source, defaults=_json_options(source)))
+        ours = None if "x-guidance" in json.loads(source) else JSON_DEFAULTS
+        return str(LLMatcher.grammar_from_json_schema(source, defaults=ours))
     return grammar_from("regex" if what == "regex" else "gbnf" if is_gbnf(source) else "lark", source)
 
 
@@ -92,11 +93,6 @@ def error_of(matcher: Any) -> str:
     lines = [line if len(line) <= SHOWN_LINE else f"{line[:SHOWN_LINE]}..." for line in text.splitlines() if line.strip(" ^")]
     told = [*lines[:2], *(line for line in lines[2:] if line.startswith("error"))]
     return "\n".join(told)[:SHOWN_ERROR]
-
-
-def _json_options(schema: str) -> Any:
-    """Ours, unless the schema brings its own."""
-    return None if "x-guidance" in json.loads(schema) else JSON_DEFAULTS
 
 
 def _walk(matcher: Any) -> float:

@@ -32,13 +32,15 @@ class ResponsesReply:
         empty = {"parameters": None, "strict": None}
         tools = [{**(empty if tool["type"] == "function" else {}), **tool} for tool in shown_tools(body.tools)]
         reasoning = body.reasoning or ReasoningSettings(effort=None, summary=None)
+        format = None if body.text is None else body.text.format
         self._head: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()), "status": "in_progress",
             "background": False, "error": None, "incomplete_details": None, "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {}, "model": model, "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": None,
             "reasoning": reasoning.model_dump(), "store": False, "temperature": body.temperature,
-            "text": _text_settings(body), "tool_choice": "auto" if body.tool_choice is None else body.tool_choice, "tools": tools,
+            "text": {"format": {"type": "text"} if format is None else format.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice, "tools": tools,
             "top_p": body.top_p, "truncation": "disabled", "usage": None,
         }  # fmt: skip
 
@@ -89,11 +91,6 @@ class ResponsesReply:
             "output_tokens": counts["completion_tokens"], "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
             "total_tokens": counts["total_tokens"],
         }  # fmt: skip
-
-
-def _text_settings(body: ResponsesBody) -> dict[str, Any]:
-    format = None if body.text is None else body.text.format
-    return {"format": {"type": "text"} if format is None else format.model_dump(by_alias=True, exclude_none=True)}
 
 
 def _line(event: Event, number: int) -> str:
