@@ -111,12 +111,8 @@ class Job:
             self._waiting.set_result(None)
 
     async def accepted(self) -> None:
-        """Wait until the engine has looked at all prompts.
-
-        Raises:
-            ValueError, TypeError: it refused one; then none of them runs.
-            ServingError: it is not running any more, or others were more urgent.
-        """
+        """Wait until the engine has looked at all prompts. Raises ValueError, TypeError: it refused one; then none of them runs;
+        ServingError: it is not running any more, or others were more urgent."""
         await self._any()
         update = self._updates.pop(0)
         if isinstance(update, Exception):

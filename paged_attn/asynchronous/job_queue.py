@@ -36,12 +36,8 @@ class JobQueue:
         return self._unseen.total()
 
     def add(self, job: Job, max_requests: int, engine: EngineSnapshot) -> None:
-        """Let it wait for its turn; `engine`: what it said of its queue last.
-
-        Raises:
-            QueueFullError: too many wait.
-            PromptError: so many prompts can never wait.
-        """
+        """Let it wait for its turn; `engine`: what it said of its queue last. Raises QueueFullError: too many wait; PromptError: so many
+        prompts can never wait."""
         count = job.size
         if count > max_requests + self.max_queue:
             raise too_many_prompts(count, max_requests, self.max_queue)

@@ -48,14 +48,8 @@ class HookedModel(Protocol):
 
 
 def check_hooked(patched: HookedModel, model_logits: Logits, prompts: Sequence[Tensor], settings: ProbeSettings) -> None:
-    """Compares a patched model with the original.
-
-    Args:
-        model_logits: prompt [T] -> logits [T, vocabulary] of the model before it was patched.
-
-    Raises:
-        UnsupportedError: they differ, as in `self_check`.
-    """
+    """Compares a patched model with the original. `model_logits`: prompt [T] -> logits [T, vocabulary] of the model before it was patched.
+    Raises UnsupportedError: they differ, as in `self_check`."""
     started = time.perf_counter()
     with torch.no_grad():
         taps = TappedModel(patched)

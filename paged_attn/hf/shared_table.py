@@ -77,12 +77,8 @@ class SharedTable:
 
     @_locked
     def prepare(self, rows: int, start: int, end: int) -> None:
-        """Makes tokens `start` to `end - 1` of all rows writable: takes new pages, and copies those that others hold too.
-
-        Raises:
-            CacheFull: the pool has too few pages; nothing was changed.
-            UnsupportedError: the table has another number of rows.
-        """
+        """Makes tokens `start` to `end - 1` of all rows writable: takes new pages, and copies those that others hold too. Raises CacheFull:
+        the pool has too few pages; nothing was changed; UnsupportedError: the table has another number of rows."""
         if rows == self.rows and self._writable[0] <= start and end <= self._writable[1]:
             return
         self._prepare(rows, start, end)

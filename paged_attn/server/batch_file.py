@@ -46,12 +46,8 @@ class BatchTotals:
 
 
 def read_requests(path: Path) -> Iterator[BatchRequest]:
-    """The requests of a file, line by line; empty lines are skipped.
-
-    Raises:
-        ValueError: a line is not a request, or its custom_id was used before; names the line.
-        OSError: the file cannot be read.
-    """
+    """The requests of a file, line by line; empty lines are skipped. Raises ValueError: a line is not a request, or its custom_id was used
+    before; names the line; OSError: the file cannot be read."""
     seen = set[str]()
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):

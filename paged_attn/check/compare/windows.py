@@ -40,14 +40,8 @@ Attention = Callable[[LayerReport, Tensor, dict[str, Tensor], bool], Tensor | st
 
 
 def check_windows(served: Served, attention: Attention, truth: Truth, noise: Noise, longest: int | None) -> None:
-    """Checks the first layer of every kind that has a window or chunk.
-
-    Args:
-        longest: the model's number of positions.
-
-    Raises:
-        UnsupportedError: the paged op's output differs from that of the model's attention for some token, on this rank or on another.
-    """
+    """Checks the first layer of every kind that has a window or chunk. `longest`: the model's number of positions. Raises UnsupportedError:
+    the paged op's output differs from that of the model's attention for some token, on this rank or on another."""
     seen: set[AttentionSpec] = set()
     for layer_id, boundary in sorted(served.by_layer.items()):
         spec, tokens = served.specs[layer_id], tokens_to_show(served.specs[layer_id])

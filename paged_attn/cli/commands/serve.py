@@ -37,12 +37,8 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or Ctrl-C; 0 after an orderly end.
-
-    Raises:
-        ValueError: a setting out of range, an extra that is missing, or a model that cannot be loaded.
-        OSError: the address cannot be listened on.
-    """
+    """Serve until SIGTERM or Ctrl-C; 0 after an orderly end. Raises ValueError: a setting out of range, an extra that is missing, or a
+    model that cannot be loaded; OSError: the address cannot be listened on."""
     config = engine_config(args)
     config = config.with_(max_batch_tokens=config.step_tokens)  # long prompts must not hold up the tokens of others for long
     if args.lora or args.lora_folder is not None:

@@ -177,12 +177,8 @@ def _steps(args: argparse.Namespace, device: torch.device) -> list[Step]:
 
 
 def _backends(required: Requirements, asked: Sequence[str] | None) -> tuple[dict[str, AttentionBackend], dict[str, str]]:
-    """What is timed, and why the others of this hardware are not.
-
-    Raises:
-        ValueError: an unknown name.
-        UnsupportedError: nothing fits, or something that was asked for does not.
-    """
+    """What is timed, and why the others of this hardware are not. Raises ValueError: an unknown name; UnsupportedError: nothing fits, or
+    something that was asked for does not."""
     from paged_attn.attn_ops.errors import UnsupportedError
     from paged_attn.backends.selection.ranking import ORACLE
     from paged_attn.backends.selection.registry import backend_class, backend_names

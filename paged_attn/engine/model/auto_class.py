@@ -20,14 +20,8 @@ OTHER_WAYS = "transformers' own generate() runs it"
 
 
 def auto_class(config: Any, name: str) -> Any:
-    """AutoModelForCausalLM, or for models that read images or sound, too, the class whose `generate` takes text alone as well.
-
-    Args:
-        config: of the checkpoint at `name`.
-
-    Raises:
-        UnsupportedError: it is not a model that continues a text.
-    """
+    """AutoModelForCausalLM, or for models that read images or sound, too, the class whose `generate` takes text alone as well. `config`: of
+    the checkpoint at `name`. Raises UnsupportedError: it is not a model that continues a text."""
     import transformers
     from transformers.models.auto import modeling_auto as known
 

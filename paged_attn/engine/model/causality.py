@@ -45,14 +45,8 @@ def refuse_both_directions(layers: Sequence[AttentionSpec]) -> None:
 
 
 def refuse_random(model: nn.Module, num_ids: int) -> None:
-    """Compare two calls on the same tokens.
-
-    Args:
-        num_ids: token ids are drawn below that.
-
-    Raises:
-        UnsupportedError: most logits are others in the second call.
-    """
+    """Compare two calls on the same tokens. `num_ids`: token ids are drawn below that. Raises UnsupportedError: most logits are others in
+    the second call."""
     with as_served(model), left_as_it_was(model):
         ids = _random_ids(model, min(MORE, max_positions(model) or MORE), num_ids, seed=0)
         one, two = (_logits_if_it_runs(model, ids) for _ in range(2))

@@ -142,12 +142,8 @@ def _model(
 
 
 def checkpoint_task(path: str | Path, task: Task, options: LoadOptions = PLAIN) -> tuple[Task, EmbeddingDefaults | None]:
-    """What a checkpoint is for, if `task` is "auto", and how it embeds, if its folder says so.
-
-    Raises:
-        ValueError: nothing loadable is there.
-        UnsupportedError: it embeds in a way that is not known.
-    """
+    """What a checkpoint is for, if `task` is "auto", and how it embeds, if its folder says so. Raises ValueError: nothing loadable is
+    there; UnsupportedError: it embeds in a way that is not known."""
     name, gguf = checked_model_path(path, options.gguf_file)
     if task in ("generate", "classify") or gguf is not None:
         return ("generate" if task == "auto" else task), None

@@ -75,12 +75,8 @@ class Pooler:
         return PoolingParams(pooling or self.defaults.pooling or ("last" if is_causal else "mean"))
 
     def check(self, ids: Sequence[int], params: object) -> None:
-        """Refuse a request that cannot be embedded or classified.
-
-        Raises:
-            UnsupportedError: params of a request that generates.
-            ValueError: padding that the model would not count: it would take the text for another one.
-        """
+        """Refuse a request that cannot be embedded or classified. Raises UnsupportedError: params of a request that generates; ValueError:
+        padding that the model would not count: it would take the text for another one."""
         if not isinstance(params, PoolingParams):
             does = "embeds texts (llm.embed)" if self.head is None else "classifies texts (llm.classify)"
             raise UnsupportedError(f"this engine of {self.body.name} {does} and continues none; see the task of LLM")

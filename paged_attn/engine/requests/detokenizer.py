@@ -46,14 +46,8 @@ def _cleans_up(tokenizer: Any) -> bool:
 
 
 class MarkedDecoder:
-    """A `TokenDecoder` that keeps some special tokens in the text that its tokenizer would skip.
-
-    Args:
-        kept: ids of these special tokens.
-
-    Attributes:
-        clean_up_tokenization_spaces: spaces may be taken out of the text when it goes on.
-    """
+    """A `TokenDecoder` that keeps some special tokens in the text that its tokenizer would skip. `kept`: ids of these special tokens.
+    `clean_up_tokenization_spaces`: spaces may be taken out of the text when it goes on."""
 
     def __init__(self, tokenizer: Any, kept: frozenset[int]) -> None:
         self._decoder = direct_decoder(tokenizer)

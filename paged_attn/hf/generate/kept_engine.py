@@ -34,12 +34,8 @@ class KeptEngine:
         return KeptEngine, ()
 
     def get(self, model: nn.Module, config: EngineConfig) -> LLM:
-        """The engine with these settings, for the model in its present state.
-
-        Raises:
-            UnsupportedError: see `LLM`.
-            RuntimeError: another thread is generating with other settings, or is generating and the model was changed.
-        """
+        """The engine with these settings, for the model in its present state. Raises UnsupportedError: see `LLM`; RuntimeError: another
+        thread is generating with other settings, or is generating and the model was changed."""
         llm = self.llm
         if llm is not None and (config != self._config or llm.closed or not follows_model(llm)):
             if llm.engine.has_work:

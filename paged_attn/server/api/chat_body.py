@@ -53,14 +53,8 @@ class ChatBody(FormattedBody):
         return length_of(self.messages)
 
     def chat_request(self, tool_parser: str, reasoning_parser: str) -> ChatRequest:
-        """What the engine's side makes a prompt of.
-
-        Args:
-            tool_parser, reasoning_parser: the server's.
-
-        Raises:
-            ApiError: 400 for settings that contradict each other.
-        """
+        """What the engine's side makes a prompt of. `tool_parser`, `reasoning_parser`: the server's. Raises ApiError: 400 for settings that
+        contradict each other."""
         refuse_two_ends(self.add_generation_prompt, self.continue_final_message)
         return ChatRequest(
             self.messages, self.tools, self.tool_choice, parallel_tool_calls=self.parallel_tool_calls is not False,

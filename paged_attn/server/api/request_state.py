@@ -80,14 +80,8 @@ def seconds_of(given: float | None) -> float | None:
 
 
 async def run_until_ended(request: Request, work: Callable[[], Coroutine[Any, Any, Response]], seconds: float | None = None) -> Response:
-    """What `work` returns. It is cancelled when the client leaves, when its time is over, or by its id, however far it is.
-
-    Args:
-        seconds: that the client gives it; the server may give it less.
-
-    Raises:
-        ApiError: what it was ended with.
-    """
+    """What `work` returns. It is cancelled when the client leaves, when its time is over, or by its id, however far it is. `seconds`: that
+    the client gives it; the server may give it less. Raises ApiError: what it was ended with."""
     state, call = state_of(request), call_of(request)
     state.calls.enter(call, caller_of(request))
     most = min((each for each in (seconds, state.settings.request_seconds) if each is not None), default=None)

@@ -157,13 +157,7 @@ async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:
 
 async def _checked(params: SamplingParams, engine: Engine, state: ServerState, caller: Caller, has_tools: bool) -> Guide | None:
     """Check what the engine would refuse, to name the field at fault. Schemas and grammars are parsed here, outside the engine's thread.
-
-    Args:
-        has_tools: the grammar was made from tools.
-
-    Raises:
-        ApiError: 400.
-    """
+    `has_tools`: the grammar was made from tools. Raises ApiError: 400."""
     try:
         engine.limits.check_chosen(params)
     except ValueError as error:

@@ -43,14 +43,8 @@ class Limits(NamedTuple):
 
 
 def as_grammar(what: str, source: str) -> str:
-    """A source in llguidance's own form.
-
-    Args:
-        what: "json_schema", "regex" or "grammar".
-
-    Raises:
-        ValueError: a grammar of llama.cpp's form is none; in llguidance's words.
-    """
+    """A source in llguidance's own form. `what`: "json_schema", "regex" or "grammar". Raises ValueError: a grammar of llama.cpp's form is
+    none; in llguidance's words."""
     from llguidance import LLMatcher, grammar_from
 
     if what == "json_schema":
@@ -60,14 +54,8 @@ def as_grammar(what: str, source: str) -> str:
 
 
 def read_matcher(tokens: Any, grammar: str) -> Any:
-    """The `LLMatcher` of what `as_grammar` has made, with its first mask computed.
-
-    Args:
-        tokens: an `LLTokenizer`.
-
-    Raises:
-        ValueError: llguidance cannot read it, or no answer follows it; in its own words.
-    """
+    """The `LLMatcher` of what `as_grammar` has made, with its first mask computed. `tokens`: an `LLTokenizer`. Raises ValueError:
+    llguidance cannot read it, or no answer follows it; in its own words."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL, max_lexer_states=LEXER_STATES, verbose_errors=False)

@@ -73,12 +73,8 @@ class GuideTrials:
         self._owner = 0  # pid of the process that started it; a fork starts its own
 
     def run(self, what: str, source: str) -> Trial:
-        """Read a source where that can harm nobody.
-
-        Raises:
-            ValueError: it cannot be read, or not within the limits.
-            RuntimeError: the process that reads could not be started, or was ended from outside.
-        """
+        """Read a source where that can harm nobody. Raises ValueError: it cannot be read, or not within the limits; RuntimeError: the
+        process that reads could not be started, or was ended from outside."""
         process = self._running()
         told = _ask(process, {"what": what, "source": source})
         if "error" in told:

@@ -115,14 +115,8 @@ REASONING = _Kind("rs", "reasoning_text", {"type": "reasoning", "summary": []}, 
 
 
 class OutputItems:
-    """Takes parts in order, of one answer.
-
-    Args:
-        names: the name and the namespace of functions that have one, by what the model calls them.
-
-    Attributes:
-        done: whole items.
-    """
+    """Takes parts in order, of one answer. `names`: the name and the namespace of functions that have one, by what the model calls them.
+    `done`: whole items."""
 
     def __init__(self, names: Mapping[str, dict[str, str]]) -> None:
         self._names = names
