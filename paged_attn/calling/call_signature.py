@@ -38,11 +38,8 @@ def takes(model: nn.Module, name: str) -> bool:
 
 
 def token_argument(model: nn.Module) -> str:
-    """input_ids where forward takes it, else its first parameter (`idx`, `tokens`).
-
-    Raises:
-        UnsupportedError: forward has no parameter for tokens, or needs others besides tokens and position_ids.
-    """
+    """input_ids where forward takes it, else its first parameter (`idx`, `tokens`). Raises UnsupportedError: forward has no parameter for
+    tokens, or needs others besides tokens and position_ids."""
     model = _called(model)
     parameters = inspect.signature(model.forward).parameters
     named = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

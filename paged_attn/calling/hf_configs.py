@@ -27,11 +27,8 @@ def attention_configs(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def attention_implementation(model: Any, name: str) -> Iterator[None]:
-    """The model with another attention implementation; afterwards every config is as before.
-
-    Raises:
-        ValueError, ImportError: transformers' own, if the model does not support it.
-    """
+    """The model with another attention implementation; afterwards every config is as before. Raises ValueError, ImportError: transformers'
+    own, if the model does not support it."""
     before = [(config, config._attn_implementation_internal) for config in attention_configs(model)]
     try:
         model.set_attn_implementation(name)

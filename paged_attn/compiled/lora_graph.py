@@ -38,11 +38,8 @@ class LoraGraph:
 
     @classmethod
     def of(cls, found: Rewrite, example_inputs: Sequence[Any], model: nn.Module, slots: int, rank: int, inductor: bool) -> LoraGraph:
-        """Inside the Dynamo backend call in which the graph was rewritten.
-
-        Args:
-            slots, rank: as of `insert_lora`; inductor: compile the pieces.
-        """
+        """Inside the Dynamo backend call in which the graph was rewritten. `slots`, `rank`: as of `insert_lora`; inductor: compile the
+        pieces."""
         assert found.gm is not None
         gm = copy_graph_module(found.gm)
         paths = linear_layers(model)

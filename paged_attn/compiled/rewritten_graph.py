@@ -76,14 +76,8 @@ class RewrittenGraph:
     def of_trace(
         cls, gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module | None, options: CompileOptions, limited: bool = False
     ) -> Self:
-        """Rewrite, split and compile a graph, inside the Dynamo backend call that was given it.
-
-        Args:
-            limited: see `find_call_form`.
-
-        Raises:
-            UnsupportedError: see `rewrite`.
-        """
+        """Rewrite, split and compile a graph, inside the Dynamo backend call that was given it. `limited`: see `find_call_form`. Raises
+        UnsupportedError: see `rewrite`."""
 
         def choose_experts(spec: ExpertsSpec, weight: Tensor) -> str:
             return select_experts(options.experts_backend, ExpertsProblem.of(spec, weight)).name

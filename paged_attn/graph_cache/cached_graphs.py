@@ -65,11 +65,7 @@ class CachedGraphs:
         cls, model: nn.Module, options: CompileOptions, positions: bool, recurrent: Sequence[RecurrentLayer] = ()
     ) -> CachedGraphs | None:
         """None if nothing may be kept: there is no cache, no self-check, passes are dumped, or no text describes the model completely (the
-        log says why).
-
-        Args:
-            recurrent: layers that are ops in the graph, as found in this process.
-        """
+        log says why). `recurrent`: layers that are ops in the graph, as found in this process."""
         entries = Entries.of_user()
         if entries is None or not options.self_check or dump_folder() is not None:
             return None
@@ -107,11 +103,8 @@ class CachedGraphs:
         return None
 
     def keep(self, compiled: CompiledGraph, args: Sequence[Any]) -> Path | None:
-        """Write a graph that has passed its self-check; None, with the reason logged, if it cannot be kept.
-
-        Args:
-            args: the flat inputs of the traced call.
-        """
+        """Write a graph that has passed its self-check; None, with the reason logged, if it cannot be kept. `args`: the flat inputs of the
+        traced call."""
         try:
             if compiled.files is None:
                 raise Indescribable("a trace of which torch does not say what code it went through")

@@ -20,11 +20,7 @@ MOST_TRIED = 8  # entries of one key, newest first: models that differ in tensor
 
 
 class Entries:
-    """A folder of files `<key>-<evidence>.graph`: a line with key and checksum, and then JSON.
-
-    Args:
-        folder: is made when first needed.
-    """
+    """A folder of files `<key>-<evidence>.graph`: a line with key and checksum, and then JSON. `folder`: is made when first needed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -34,11 +34,8 @@ _NUMBERS = ("nodes_before", "nodes_after", "positions_redirected", "max_position
 
 
 def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors) -> Data:
-    """Raises Indescribable where the graph, its layers or its inputs are not plain data, or a compiled piece is not on disk.
-
-    Args:
-        args: the flat inputs of the traced call.
-    """
+    """Raises Indescribable where the graph, its layers or its inputs are not plain data, or a compiled piece is not on disk. `args`: the
+    flat inputs of the traced call."""
     found = compiled.rewrite
     if found.gm is None or any(type(spec) not in (AttentionSpec, DualChunkSpec, LatentSpec) for spec in compiled.specs):
         raise Indescribable("a graph with layers of its own kind")
@@ -67,14 +64,8 @@ def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors)
 def restored(
     record: Data, model: nn.Module, device: torch.device, options: CompileOptions, recurrent: int = 0
 ) -> tuple[CompiledGraph, list[Any]] | None:
-    """The graph and its inputs, of this model; None if a compiled piece is gone.
-
-    Args:
-        recurrent: layers of the model that are ops in the graph.
-
-    Raises:
-        LookupError, ValueError, TypeError, AttributeError: for what `record_of` did not write.
-    """
+    """The graph and its inputs, of this model; None if a compiled piece is gone. `recurrent`: layers of the model that are ops in the
+    graph. Raises LookupError, ValueError, TypeError, AttributeError: for what `record_of` did not write."""
     gm = graph_of(record["graph"], device)
     split = split_graph(gm, split_ops())
     pieces = None

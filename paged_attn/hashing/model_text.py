@@ -25,11 +25,8 @@ Path = list[str]  # path of the module, then the attribute
 
 
 def model_text(model: nn.Module) -> str:
-    """Modules with their classes and attributes, configs, and each tensor's facts; of small buffers the values.
-
-    Raises:
-        Indescribable: hooks, a forward that is replaced on an instance, or an attribute of which no text says all. The message names it.
-    """
+    """Modules with their classes and attributes, configs, and each tensor's facts; of small buffers the values. Raises Indescribable:
+    hooks, a forward that is replaced on an instance, or an attribute of which no text says all. The message names it."""
     if any(getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS):
         raise Indescribable("hooks on all modules")
     modules = {id(module): path for path, module in model.named_modules()}

@@ -149,11 +149,7 @@ class PagedAttnLM(TemplateLM):  # type: ignore[misc]
 
     def _loglikelihood_tokens(self, requests: Sequence[Scored], disable_tqdm: bool = False, **others: Any) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation, and whether it is what greedy decoding gives; contexts that are too long lose their
-        beginnings.
-
-        Raises:
-            ValueError: a continuation of more than `max_length` tokens.
-        """
+        beginnings. Raises ValueError: a continuation of more than `max_length` tokens."""
         found: list[tuple[float, bool]] = []
         for group in _groups(requests):
             prompts, params = [], []

@@ -89,11 +89,8 @@ class LocalModel:
 
 
 def enter_local(model: nn.Module) -> LocalModel | None:
-    """The model as this rank's own modules, if it is sharded; engines of one model share that. `leave` ends it.
-
-    Raises:
-        UnsupportedError: it is sharded in a way that is not known, or its own modules do not compute what it computed.
-    """
+    """The model as this rank's own modules, if it is sharded; engines of one model share that. `leave` ends it. Raises UnsupportedError: it
+    is sharded in a way that is not known, or its own modules do not compute what it computed."""
     known = _entered.get(model)
     if known is None or known._users == 0:
         plan = plan_of(model)

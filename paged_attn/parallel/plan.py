@@ -29,12 +29,8 @@ class Plan(NamedTuple):
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """How a model is sharded; None for one that is not.
-
-    Raises:
-        UnsupportedError: it is sharded in another way than by tensor and expert parallelism over the same ranks, or an attention head is
-            cut in two.
-    """
+    """How a model is sharded; None for one that is not. Raises UnsupportedError: it is sharded in another way than by tensor and expert
+    parallelism over the same ranks, or an attention head is cut in two."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     from torch.distributed.tensor import DTensor, Replicate, Shard

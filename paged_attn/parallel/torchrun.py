@@ -20,11 +20,8 @@ def is_first() -> bool:
 
 
 def join(device: torch.device) -> torch.device:
-    """Make the group of all processes; returns this one's device: of `cuda` the GPU of its own. `leave` ends the group.
-
-    Raises:
-        ValueError: one GPU named for all processes, or more processes on this machine than GPUs.
-    """
+    """Make the group of all processes; returns this one's device: of `cuda` the GPU of its own. `leave` ends the group. Raises ValueError:
+    one GPU named for all processes, or more processes on this machine than GPUs."""
     import torch
     import torch.distributed as dist
 
