@@ -328,8 +328,9 @@ class AsyncLLM:
         self.submit(job)
         try:
             await job.accepted()
-            async for answer, event in job.events():
-                tell(answer, event)
+            async for batch in job.batches():
+                for answer, event in batch:
+                    tell(answer, event)
         except RequestFailedError as error:
             assert error.__cause__ is not None
             raise error.__cause__ from None

@@ -120,8 +120,8 @@ class Job:
         assert isinstance(update, Accepted), update
 
     async def batches(self) -> AsyncIterator[list[Event]]:
-        """All events that have come since the last batch, at most MOST_EVENTS, until all requests have finished. A reader that falls behind
-        gets more at once; between its batches others have the event loop.
+        """Pairs (number of the request, event): all that have come since the last batch, at most MOST_EVENTS, until all requests have
+        finished. A reader that falls behind gets more at once; between its batches others have the event loop.
 
         Raises:
             ServingError: a request failed, after the events before that; the others of the job are then to be cancelled.
@@ -149,12 +149,6 @@ class Job:
                 if not left:
                     return
 
-    async def events(self) -> AsyncIterator[Event]:
-        """(number of the request, event) until all have finished; raises as `batches` does."""
-        async for batch in self.batches():
-            for each in batch:
-                yield each
-
     def _error_of(self, update: Update) -> Exception:
         """What ends the job, as an update says."""
         if isinstance(update, Exception):
@@ -177,7 +171,7 @@ class Job:
         return error
 
     async def finished(self) -> list[Request]:
-        """The requests when all have ended; raises as `events` does."""
+        """The requests when all have ended; raises as `batches` does."""
         async for _ in self.batches():
             pass
         return self.requests

@@ -108,7 +108,7 @@ def test_the_acceptance_and_the_first_tokens_may_have_come_together() -> None:
         for update in (Accepted(), (0, token(1)), (0, token(2, "stop"))):
             job.receive(update)
         await job.accepted()
-        assert [event.token_id async for _, event in job.events()] == [1, 2]
+        assert [event.token_id async for batch in job.batches() for _, event in batch] == [1, 2]
 
     asyncio.run(work())
 

@@ -23,7 +23,7 @@ from paged_attn.server.api.fields.bounds import (
     Schema,
     Stop,
     StopTokens,
-    within,
+    bounded,
 )
 from paged_attn.server.http.errors import ApiError, bad_request, not_allowed
 from paged_attn.shown import shown
@@ -80,9 +80,7 @@ class SentBody(Closed):
     model: Name | None = Field(None, description="the served model's name, or none")
     priority: int | None = Field(None, description="extension, where the server allows it: a lower one is more urgent; default 0")
     cache_salt: Salt | None = Field(None, description="extension: prefixes are shared only with requests of the same salt")
-    timeout_seconds: float | None = Field(
-        None, description="extension: the request ends with 504 after so long; at most the server's own", json_schema_extra=within(0.001)
-    )
+    timeout_seconds: float | None = bounded(0.001, None, "extension: the request ends with 504 after so long; at most the server's own")
 
 
 class Body(SentBody):
@@ -98,28 +96,25 @@ class Body(SentBody):
     codes: ClassVar[Mapping[str, str]] = {}  # of errors for fields that clients know by another one than unsupported_value
     text_at_end: ClassVar[bool] = True  # whole answers are read when they have ended
 
-    max_tokens: int | None = Field(None, json_schema_extra=within(0))
-    temperature: float | None = Field(
-        None, description="default: as the checkpoint says, else 1; 0 is greedy", json_schema_extra=within(0, 10)
-    )
-    top_p: float | None = Field(None, json_schema_extra=within(0.001, 1))
-    top_k: int | None = Field(None, description="extension; 0 or -1 turns it off", json_schema_extra=within(-1))
-    min_p: float | None = Field(None, description="extension", json_schema_extra=within(0, 1))
-    repetition_penalty: float | None = Field(None, description="extension", json_schema_extra=within(0.01, 100))
-    frequency_penalty: float | None = Field(None, json_schema_extra=within(-MAX_PENALTY, MAX_PENALTY))
-    presence_penalty: float | None = Field(None, json_schema_extra=within(-MAX_PENALTY, MAX_PENALTY))
-    seed: int | None = Field(None, json_schema_extra=within(0, SEED_LIMIT - 1))
+    max_tokens: int | None = bounded(0)
+    temperature: float | None = bounded(0, 10, "default: as the checkpoint says, else 1; 0 is greedy")
+    top_p: float | None = bounded(0.001, 1)
+    top_k: int | None = bounded(-1, description="extension; 0 or -1 turns it off")
+    min_p: float | None = bounded(0, 1, "extension")
+    repetition_penalty: float | None = bounded(0.01, 100, "extension")
+    frequency_penalty: float | None = bounded(-MAX_PENALTY, MAX_PENALTY)
+    presence_penalty: float | None = bounded(-MAX_PENALTY, MAX_PENALTY)
+    seed: int | None = bounded(0, SEED_LIMIT - 1)
     logit_bias: Biases | None = Field(None, description="token ids, as texts, and what is added to their logits")
-    n: int | None = Field(None, description="how many answers to each prompt; default 1", json_schema_extra=within(1, MAX_N))
+    n: int | None = bounded(1, MAX_N, "how many answers to each prompt; default 1")
     stop: Stop | None = None
     stop_token_ids: StopTokens | None = Field(None, description="extension")
     ignore_eos: bool | None = Field(None, description="extension")
-    min_tokens: int | None = Field(None, description="extension: no answer ends before so many", json_schema_extra=within(0))
+    min_tokens: int | None = bounded(0, description="extension: no answer ends before so many")
     allowed_token_ids: AllowedTokens | None = Field(None, description="extension: the only tokens that may come")
-    truncate_prompt_tokens: int | None = Field(
-        None, description="extension: only the last so many tokens of a longer prompt count; -1: as many as there is room for",
-        json_schema_extra=within(-1),
-    )  # fmt: skip
+    truncate_prompt_tokens: int | None = bounded(
+        -1, description="extension: only the last so many tokens of a longer prompt count; -1: as many as there is room for"
+    )
     bad_words: BadWords | None = Field(None, description="extension: texts that may not come")
     include_stop_str_in_output: bool | None = Field(None, description="extension: the text ends after the stop string")
     skip_special_tokens: bool | None = Field(None, description="extension: default true")
@@ -287,10 +282,9 @@ class FormattedBody(Body):
     """Of the routes that take OpenAI's response_format, and that score their prompts."""
 
     response_format: ResponseFormat | None = None
-    prompt_logprobs: int | None = Field(
-        None, description="extension: for each token of the prompt its log-probability and those of so many of the most likely ones",
-        json_schema_extra=within(0, MAX_LOGPROBS),
-    )  # fmt: skip
+    prompt_logprobs: int | None = bounded(
+        0, MAX_LOGPROBS, "extension: for each token of the prompt its log-probability and those of so many of the most likely ones"
+    )
 
     def num_prompt_logprobs(self) -> int | None:
         count = _checked_count("prompt_logprobs", self.prompt_logprobs)
@@ -309,7 +303,7 @@ class CompletionBody(FormattedBody):
     prompt: Any = Field(
         description="a text, a list of texts, a list of token ids, or a list of such lists", json_schema_extra={"anyOf": PROMPTS}
     )
-    logprobs: int | None = Field(None, json_schema_extra=within(0, MAX_LOGPROBS))
+    logprobs: int | None = bounded(0, MAX_LOGPROBS)
     add_special_tokens: bool | None = Field(None, description="extension: those that the tokenizer puts around a text; default true")
     echo: bool | None = Field(None, description="the answer begins with the prompt, and its logprobs with the prompt's")
 

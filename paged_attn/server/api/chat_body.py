@@ -8,7 +8,7 @@ from paged_attn.asynchronous.texts import length_of
 from paged_attn.chat.request import ChatRequest
 from paged_attn.chat.tools import CHOICES
 from paged_attn.server.api.bodies import MAX_LOGPROBS, FormattedBody
-from paged_attn.server.api.fields.bounds import Choice, Effort, Messages, Settings, Tools, within
+from paged_attn.server.api.fields.bounds import Choice, Effort, Messages, Settings, Tools, bounded
 from paged_attn.server.http.errors import ApiError
 from paged_attn.shown import shown
 
@@ -18,11 +18,9 @@ class ChatBody(FormattedBody):
 
     logprobs_name, prompt_name = "top_logprobs", "messages"
     messages: Messages
-    max_completion_tokens: int | None = Field(
-        None, description="the newer name of max_tokens; default: what there is room for", json_schema_extra=within(0)
-    )
+    max_completion_tokens: int | None = bounded(0, description="the newer name of max_tokens; default: what there is room for")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, description="needs logprobs=true", json_schema_extra=within(0, MAX_LOGPROBS))
+    top_logprobs: int | None = bounded(0, MAX_LOGPROBS, "needs logprobs=true")
     tools: Tools | None = Field(None, description="functions that the model may call")
     tool_choice: Choice = Field(
         None,

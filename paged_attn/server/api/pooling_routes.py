@@ -20,7 +20,7 @@ from paged_attn.engine.engine import Engine
 from paged_attn.engine.pooling.outputs import EmbeddingValues, PoolingOutput, ScoreValues
 from paged_attn.engine.pooling.plans import PoolingPlan, embed_plan, score_plan
 from paged_attn.server.api.bodies import PROMPTS, SentBody, cut_of, listed
-from paged_attn.server.api.fields.bounds import within
+from paged_attn.server.api.fields.bounds import bounded
 from paged_attn.server.api.request_state import (
     call_of,
     caller_of,
@@ -42,10 +42,9 @@ class PoolingBody(SentBody):
 
     ignored = frozenset({"user"})
 
-    truncate_prompt_tokens: int | None = Field(
-        None, description="extension: only the first so many tokens of a longer text count; -1: as many as there is room for",
-        json_schema_extra=within(-1),
-    )  # fmt: skip
+    truncate_prompt_tokens: int | None = bounded(
+        -1, description="extension: only the first so many tokens of a longer text count; -1: as many as there is room for"
+    )
 
 
 class EmbeddingBody(PoolingBody):
@@ -55,7 +54,7 @@ class EmbeddingBody(PoolingBody):
         description="a text, a list of texts, a list of token ids, or a list of such lists", json_schema_extra={"anyOf": PROMPTS}
     )
     encoding_format: Literal["float", "base64"] | None = Field(None, description="default float; base64 is of float32, little end first")
-    dimensions: int | None = Field(None, description="only the first so many numbers, normalized again", json_schema_extra=within(1))
+    dimensions: int | None = bounded(1, description="only the first so many numbers, normalized again")
     pooling: Literal["last", "mean", "cls"] | None = Field(None, description="extension: default: as the checkpoint says")
     normalize: bool | None = Field(None, description="extension: default: as the checkpoint says, else true")
 
@@ -72,7 +71,7 @@ class RerankBody(PoolingBody):
 
     query: str
     documents: Any = Field(description='texts, or {"text": ...}', json_schema_extra={"type": "array", "minItems": 1})
-    top_n: int | None = Field(None, description="only the best so many; default: all", json_schema_extra=within(1))
+    top_n: int | None = bounded(1, description="only the best so many; default: all")
     return_documents: bool | None = Field(None, description="the documents' texts in the answer; default true")
 
     @property

@@ -36,9 +36,9 @@ OTHER_FIELD = {
 MAX_COMPARED = 64  # longest name that is compared with known ones
 
 
-def within(low: float, high: float | None = None) -> dict[str, Any]:
-    """For /openapi.json: a range that the engine checks, in its own words."""
-    return {"minimum": low} if high is None else {"minimum": low, "maximum": high}
+def bounded(low: float, high: float | None = None, description: str | None = None) -> Any:
+    """An optional number, whose range the engine checks, in its own words; /openapi.json tells it."""
+    return Field(None, description=description, json_schema_extra={"minimum": low} if high is None else {"minimum": low, "maximum": high})
 
 
 def too_many(name: str, got: int, most: int, what: str) -> ApiError:

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from paged_attn.chat.request import ChatRequest
 from paged_attn.server.api.bodies import IGNORED, NEUTRAL, NOTHING, Body
-from paged_attn.server.api.fields.bounds import Closed, Effort, Messages, Name, Schema, Settings, Stop, Tools, within
+from paged_attn.server.api.fields.bounds import Closed, Effort, Messages, Name, Schema, Settings, Stop, Tools
 from paged_attn.server.api.messages.conversation import length_of_blocks, messages_of
 from paged_attn.server.http.errors import NO_THREADS, ApiError, not_allowed
 
@@ -110,7 +110,7 @@ class MessagesBody(Conversation, Body):
     codes = {"thread": NO_THREADS}
     format_name: ClassVar[str] = "output_config.format"
 
-    max_tokens: int = Field(json_schema_extra=within(0))
+    max_tokens: int = Field(json_schema_extra={"minimum": 0})
     stop_sequences: Stop | None = None
 
     def schema_of_format(self) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from paged_attn.chat.messages import MAX_CALLS, text_of
 from paged_attn.chat.request import ChatRequest
 from paged_attn.chat.tools import CHOICES
 from paged_attn.server.api.bodies import IGNORED, NEUTRAL, NOTHING, Body
-from paged_attn.server.api.fields.bounds import MAX_MESSAGES, Choice, Closed, Effort, Name, Schema, Settings, Tools, too_many, within
+from paged_attn.server.api.fields.bounds import MAX_MESSAGES, Choice, Closed, Effort, Name, Schema, Settings, Tools, bounded, too_many
 from paged_attn.server.api.responses.tools import chat_tools, whole_name
 from paged_attn.server.http.errors import ApiError, not_allowed
 from paged_attn.shown import shown
@@ -79,7 +79,7 @@ class ResponsesBody(Body):
         json_schema_extra={"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
     )
     instructions: str | None = Field(None, description="a system message before the others")
-    max_output_tokens: int | None = Field(None, description="default: what there is room for", json_schema_extra=within(0))
+    max_output_tokens: int | None = bounded(0, description="default: what there is room for")
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     tools: Tools | None = Field(None, description="functions that the model may call, and namespaces of functions")
