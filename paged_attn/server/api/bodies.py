@@ -25,7 +25,7 @@ from paged_attn.server.api.fields.bounds import (
     StopTokens,
     bounded,
 )
-from paged_attn.server.http.errors import ApiError, bad_request, not_allowed
+from paged_attn.server.http.errors import ApiError, bad_field, bad_request, not_allowed
 from paged_attn.shown import shown
 from paged_attn.truncation import Cut, checked_truncation
 
@@ -152,10 +152,9 @@ class Body(SentBody):
         if options is None:
             return False
         if not self.stream:
-            raise ApiError(400, "stream_options: allowed only with stream=true", param="stream_options")
+            raise bad_field("stream_options", "allowed only with stream=true")
         if options.continuous_usage_stats and options.include_usage is False:
-            what = "continuous_usage_stats: got true beside include_usage=false; leave one of them out"
-            raise ApiError(400, f"stream_options: {what}", param="stream_options")
+            raise bad_field("stream_options", "continuous_usage_stats: got true beside include_usage=false; leave one of them out")
         return bool(options.include_usage or options.continuous_usage_stats)
 
     @property
@@ -196,7 +195,7 @@ class Body(SentBody):
         """The JSON schema that the answer must follow, if any."""
         wanted = self.schema_of_format()
         if wanted is not None and self.json_schema is not None:
-            raise ApiError(400, f"json_schema: got one beside {self.format_name}; give one of them", param="json_schema")
+            raise bad_field("json_schema", f"got one beside {self.format_name}; give one of them")
         return self.json_schema if wanted is None else wanted
 
     def wanted_guides(self) -> dict[str, Any]:
@@ -207,8 +206,7 @@ class Body(SentBody):
         if self.structured_outputs is None:
             return given
         if given:
-            what = f"structured_outputs: got one beside {next(iter(given))}"
-            raise ApiError(400, f"{what}; give one of them", param="structured_outputs")
+            raise bad_field("structured_outputs", f"got one beside {next(iter(given))}; give one of them")
         return self.structured_outputs.guide()
 
     def wanted_guide(self) -> tuple[str, str] | None:
@@ -289,7 +287,7 @@ class FormattedBody(Body):
     def num_prompt_logprobs(self) -> int | None:
         count = _checked_count("prompt_logprobs", self.prompt_logprobs)
         if self.stream and count is not None:
-            raise ApiError(400, "prompt_logprobs: allowed only without stream, where completions have echo", param="prompt_logprobs")
+            raise bad_field("prompt_logprobs", "allowed only without stream, where completions have echo")
         return count
 
     def schema_of_format(self) -> dict[str, Any] | None:

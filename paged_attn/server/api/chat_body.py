@@ -9,7 +9,7 @@ from paged_attn.chat.request import ChatRequest
 from paged_attn.chat.tools import CHOICES
 from paged_attn.server.api.bodies import MAX_LOGPROBS, FormattedBody
 from paged_attn.server.api.fields.bounds import Choice, Effort, Messages, Settings, Tools, bounded
-from paged_attn.server.http.errors import ApiError
+from paged_attn.server.http.errors import ApiError, bad_field
 from paged_attn.shown import shown
 
 
@@ -35,7 +35,7 @@ class ChatBody(FormattedBody):
 
     def num_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs: allowed only with logprobs=true", param="top_logprobs")
+            raise bad_field("top_logprobs", "allowed only with logprobs=true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def max_new_tokens(self, room: int) -> int:
@@ -65,5 +65,5 @@ class ChatBody(FormattedBody):
 def refuse_two_ends(add_generation_prompt: bool | None, continue_final_message: bool | None) -> None:
     """Raises ApiError: 400 for a chat whose prompt should end both with the beginning of an answer and with its last message."""
     if continue_final_message and add_generation_prompt:
-        what = "add_generation_prompt: got true beside continue_final_message=true, which goes on with the last message"
-        raise ApiError(400, f"{what}; give one of them", param="add_generation_prompt")
+        what = "got true beside continue_final_message=true, which goes on with the last message; give one of them"
+        raise bad_field("add_generation_prompt", what)

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from paged_attn.engine.lora.adapter_files import read_adapter
 from paged_attn.server.api.fields.bounds import Closed, Name
 from paged_attn.server.api.request_state import state_of
-from paged_attn.server.http.errors import ERRORS, ApiError, bad_request
+from paged_attn.server.http.errors import ERRORS, ApiError, bad_field, bad_request
 from paged_attn.shown import shown
 
 router = APIRouter(responses=ERRORS)
@@ -36,7 +36,7 @@ async def load(request: Request, body: LoadBody) -> Response:
     if engine.adapters is None:
         raise ApiError(400, "this server has no room for adapters; start it with --max-loras", param="lora_name")
     if body.lora_name in state.settings.names:
-        raise ApiError(400, f"lora_name: {shown(body.lora_name)} is the name of the model itself", param="lora_name")
+        raise bad_field("lora_name", f"{shown(body.lora_name)} is the name of the model itself")
     folder = inside(Path(state.settings.lora_folder or ""), body.lora_path)
     try:
         adapter = await asyncio.to_thread(read_adapter, folder, body.lora_name)  # steps go on meanwhile
@@ -70,7 +70,7 @@ def inside(folder: Path, path: str) -> Path:
         root = folder.resolve(strict=True)
         found = (root / path).resolve()
     except (OSError, ValueError) as error:  # a null byte, a loop of links
-        raise ApiError(400, f"lora_path: {shown(path)} is not a path", param="lora_path") from error
+        raise bad_field("lora_path", f"{shown(path)} is not a path") from error
     if root == found or root not in found.parents:
-        raise ApiError(400, f"lora_path: {shown(path)} is not in this server's folder of adapters (--lora-folder)", param="lora_path")
+        raise bad_field("lora_path", f"{shown(path)} is not in this server's folder of adapters (--lora-folder)")
     return found

@@ -15,7 +15,7 @@ from paged_attn.engine.engine import Engine
 from paged_attn.server.http.call import Call
 from paged_attn.server.http.callers import Caller
 from paged_attn.server.http.disconnect import EventStream
-from paged_attn.server.http.errors import CLIENT_GONE, ApiError, bad_request
+from paged_attn.server.http.errors import CLIENT_GONE, ApiError, bad_field, bad_request
 from paged_attn.shown import shown
 
 if TYPE_CHECKING:
@@ -69,13 +69,13 @@ def check_count(count: int, engine: Engine, state: ServerState, param: str = "pr
 def check_priority(priority: int | None, state: ServerState) -> None:
     """Raises ApiError: 400 where requests may have none."""
     if priority and not state.settings.allow_priority:
-        raise ApiError(400, "priority: this server lets nobody jump its queue (--allow-priority); leave it out", param="priority")
+        raise bad_field("priority", "this server lets nobody jump its queue (--allow-priority); leave it out")
 
 
 def seconds_of(given: float | None) -> float | None:
     """Raises ApiError: 400 for a timeout that is none."""
     if given is not None and not 0 < given < float("inf"):
-        raise ApiError(400, f"timeout_seconds: got {given}; allowed: a finite number above 0", param="timeout_seconds")
+        raise bad_field("timeout_seconds", f"got {given}; allowed: a finite number above 0")
     return given
 
 

@@ -36,7 +36,7 @@ from paged_attn.server.api.responses.body import ResponsesBody
 from paged_attn.server.api.responses.reply import ResponsesReply
 from paged_attn.server.http.callers import Caller
 from paged_attn.server.http.disconnect import EventStream
-from paged_attn.server.http.errors import ANTHROPIC_ERRORS, ERRORS, MESSAGES, ApiError, bad_request
+from paged_attn.server.http.errors import ANTHROPIC_ERRORS, ERRORS, MESSAGES, ApiError, bad_field, bad_request
 from paged_attn.shown import shown
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ async def _checked(params: SamplingParams, engine: Engine, state: ServerState, c
 
 
 def _not_enforced(error: ValueError) -> ApiError:
-    return ApiError(400, f"tools: calls cannot be enforced with these parameters: {error}", param="tools")
+    return bad_field("tools", f"calls cannot be enforced with these parameters: {error}")
 
 
 def _ready(request: Request, body: Body) -> tuple[ServerState, Engine, Texts]:

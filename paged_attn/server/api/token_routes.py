@@ -18,7 +18,7 @@ from paged_attn.server.api.fields.bounds import Closed, Messages, Name, Settings
 from paged_attn.server.api.messages.body import CountBody
 from paged_attn.server.api.request_state import caller_of, ready, run_until_ended, state_of
 from paged_attn.server.api.responses.body import ResponsesBody
-from paged_attn.server.http.errors import ANTHROPIC_ERRORS, ERRORS, MESSAGES, ApiError
+from paged_attn.server.http.errors import ANTHROPIC_ERRORS, ERRORS, MESSAGES, ApiError, bad_field
 
 router = APIRouter(responses=ERRORS)
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -145,12 +145,10 @@ async def _prompts(request: Request, body: TokenizeBody, texts: Texts) -> Sequen
     }  # fmt: skip
     if body.prompt is not None:
         if (of_chat := next((name for name, value in given.items() if value), None)) is not None:
-            raise ApiError(400, f"{of_chat}: got one beside prompt; allowed: beside messages", param=of_chat)
+            raise bad_field(of_chat, "got one beside prompt; allowed: beside messages")
         return await texts.prompts([body.prompt], client, body.add_special_tokens is not False)
     if body.add_special_tokens:
-        raise ApiError(
-            400, "add_special_tokens: got true beside messages, whose template has them; leave it out", param="add_special_tokens"
-        )
+        raise bad_field("add_special_tokens", "got true beside messages, whose template has them; leave it out")
     refuse_two_ends(body.add_generation_prompt, body.continue_final_message)
     assert body.messages is not None
     messages = body.messages

@@ -121,9 +121,14 @@ def anthropic_payload(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message, **details}}
 
 
+def bad_field(field: str, what: str, part: str = "") -> ApiError:
+    """400 with what is wrong with a field of the body, or with a part of it."""
+    return ApiError(400, f"{field}{part}: {what}", param=field)
+
+
 def not_allowed(field: str, got: object, allowed: str) -> ApiError:
     """400 for a value of a field of the body."""
-    return ApiError(400, f"{field}: got {shown(got)}; allowed: {allowed}", param=field)
+    return bad_field(field, f"got {shown(got)}; allowed: {allowed}")
 
 
 def bad_request(error: Exception, param: str | None = None) -> ApiError:
@@ -211,7 +216,7 @@ def _first_complaint(error: RequestValidationError) -> ApiError:
     if first["type"] == "extra_forbidden":
         return unknown_field(where)
     got = "" if first["type"] == "missing" else f"; got {shown(first.get('input'))}"
-    return ApiError(400, f"{where}: {first['msg']}{got}", param=where)
+    return bad_field(where, f"{first['msg']}{got}")
 
 
 def unknown_field(where: str, instead: str = "") -> ApiError:

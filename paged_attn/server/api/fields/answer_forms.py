@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 
 from paged_attn.engine.sampling_params import MAX_GUIDE_BYTES
 from paged_attn.server.api.fields.bounds import MAX_SCHEMA_TEXT, Closed, GuideText, Name, Schema, at_most, texts_at_most
-from paged_attn.server.http.errors import ApiError
+from paged_attn.server.http.errors import bad_field
 from paged_attn.shown import shown
 
 MAX_CHOICES, MAX_CHOICE = 1024, 4096  # number of texts, and characters of each
@@ -36,10 +36,9 @@ class ResponseFormat(Closed):
     def schema_of_answer(self) -> dict[str, Any] | None:
         """Raises ApiError: 400 for a schema without its type, and the other way round."""
         if self.type == "json_schema" and self.json_schema is None:
-            raise ApiError(400, 'response_format: type is "json_schema", and its field json_schema is missing', param="response_format")
+            raise bad_field("response_format", 'type is "json_schema", and its field json_schema is missing')
         if self.type != "json_schema" and self.json_schema is not None:
-            what = f'json_schema belongs to type "json_schema"; got type {shown(self.type)}'
-            raise ApiError(400, f"response_format: {what}", param="response_format")
+            raise bad_field("response_format", f'json_schema belongs to type "json_schema"; got type {shown(self.type)}')
         if self.type == "text":
             return None
         return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
@@ -62,8 +61,8 @@ class StructuredOutputs(Closed):
         """The one keyword of `SamplingParams` that says the same. Raises ApiError: 400 for none of them, or for several."""
         given = {name.rstrip("_"): value for name in type(self).model_fields if (value := getattr(self, name)) not in (None, False)}
         if len(given) != 1:
-            got, allowed = ", ".join(given) or "none of them", "one of json, regex, choice, grammar and json_object"
-            raise ApiError(400, f"structured_outputs: got {got}; allowed: {allowed}", param="structured_outputs")
+            got = ", ".join(given) or "none of them"
+            raise bad_field("structured_outputs", f"got {got}; allowed: one of json, regex, choice, grammar and json_object")
         ((name, value),) = given.items()
         if name == "json_object":
             return {"json_schema": {"type": "object"}}
@@ -76,7 +75,7 @@ def _any_of(texts: list[str]) -> str:
     regex = "|".join(map(re.escape, texts))
     if (size := len(regex.encode(errors="surrogatepass"))) > MAX_GUIDE_BYTES:
         what = f"got {size:,} bytes of texts, with what is escaped in them; allowed: at most {MAX_GUIDE_BYTES:,}; a regex may be shorter"
-        raise ApiError(400, f"structured_outputs.choice: {what}", param="structured_outputs")
+        raise bad_field("structured_outputs", what, ".choice")
     return regex
 
 
@@ -86,9 +85,9 @@ def _parsed(schema: dict[str, Any] | str) -> dict[str, Any]:
     try:
         parsed = json.loads(schema)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"structured_outputs.json: {error}; allowed: a schema, or its text", param="structured_outputs") from error
+        raise bad_field("structured_outputs", f"{error}; allowed: a schema, or its text", ".json") from error
     if not isinstance(parsed, dict):
-        raise ApiError(400, f"structured_outputs.json: got {shown(parsed)}; allowed: a JSON object", param="structured_outputs")
+        raise bad_field("structured_outputs", f"got {shown(parsed)}; allowed: a JSON object", ".json")
     return parsed
 
 
@@ -96,8 +95,7 @@ def with_older_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """`guided_json` and its kind as the field `structured_outputs`. Raises ApiError: 400 where that field is there, too."""
     older = {name: value for name, value in values.items() if name in _OLDER_NAMES and value is not None}
     if older and values.get("structured_outputs") is not None:
-        name = next(iter(older))
-        raise ApiError(400, f"{name}: got one beside structured_outputs, which is its newer form; give one of them", param=name)
+        raise bad_field(next(iter(older)), "got one beside structured_outputs, which is its newer form; give one of them")
     others = {name: value for name, value in values.items() if name not in _OLDER_NAMES}
     return others | {"structured_outputs": {name.removeprefix(OLDER): value for name, value in older.items()}} if older else others
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 
 from paged_attn.chat.tools import MAX_TOOLS
 from paged_attn.engine.setting_names import OTHER_PARAM, SAME_PARAM
-from paged_attn.server.http.errors import ApiError, unknown_field
+from paged_attn.server.http.errors import ApiError, bad_field, unknown_field
 
 MAX_NAME = 256  # characters of a model name, a role or any other name
 MAX_SALT = 4096
@@ -42,7 +42,7 @@ def bounded(low: float, high: float | None = None, description: str | None = Non
 
 
 def too_many(name: str, got: int, most: int, what: str) -> ApiError:
-    return ApiError(400, f"{name}: got {got:,} {what}; allowed: at most {most:,}", param=name)
+    return bad_field(name, f"got {got:,} {what}; allowed: at most {most:,}")
 
 
 def at_most(most: int, what: str) -> BeforeValidator:

@@ -11,7 +11,7 @@ from paged_attn.chat.request import ChatRequest
 from paged_attn.server.api.bodies import IGNORED, NEUTRAL, NOTHING, Body
 from paged_attn.server.api.fields.bounds import Closed, Effort, Messages, Name, Schema, Settings, Stop, Tools
 from paged_attn.server.api.messages.conversation import length_of_blocks, messages_of
-from paged_attn.server.http.errors import NO_THREADS, ApiError, not_allowed
+from paged_attn.server.http.errors import NO_THREADS, ApiError, bad_field, not_allowed
 
 LEFT_OUT = ("cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "type")  # fields of a tool that change no answer
 IGNORED_HERE = IGNORED | {"cache_control"}  # prefixes are cached, whatever it says
@@ -86,7 +86,7 @@ class Conversation(Closed):
         goes_on = messages[-1]["role"] == "assistant"
         if goes_on and "tool_calls" in messages[-1]:
             where = f"messages.{len(self.messages) - 1}"
-            raise ApiError(400, f"{where}: the last message calls a tool; send its result after it, as a block tool_result", param=where)
+            raise bad_field(where, "the last message calls a tool; send its result after it, as a block tool_result")
         given = {} if self.thinking is None else dict.fromkeys(("enable_thinking", "thinking"), self.thinking.type != "disabled")
         effort = None if self.output_config is None else self.output_config.effort
         variables = given if effort is None else {**given, "reasoning_effort": effort}

@@ -8,7 +8,7 @@ from typing import Any
 
 from paged_attn.chat.messages import MAX_CALLS, MAX_PARTS
 from paged_attn.server.api.fields.bounds import too_many
-from paged_attn.server.http.errors import ApiError, not_allowed
+from paged_attn.server.http.errors import ApiError, bad_field, not_allowed
 from paged_attn.shown import shown
 
 # What a block of each type has beside its type and BESIDE, by the role of its message.
@@ -111,10 +111,10 @@ def _block(block: Any, where: str, known: Mapping[str, tuple[str, ...]]) -> dict
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(block, dict) or not isinstance(kind, str) or kind not in known:
         got = shown(kind if isinstance(block, dict) else block)
-        raise ApiError(400, f"{where}: got a block of type {got}; allowed here: {', '.join(known)}", param=where)
+        raise bad_field(where, f"got a block of type {got}; allowed here: {', '.join(known)}")
     allowed = (*known[kind], *BESIDE)
     if (other := next((name for name, value in block.items() if name not in allowed and value is not None), None)) is not None:
-        raise ApiError(400, f"{where}: field {shown(other)} is not supported; allowed are {', '.join(known[kind])}", param=where)
+        raise bad_field(where, f"field {shown(other)} is not supported; allowed are {', '.join(known[kind])}")
     return block
 
 

@@ -15,7 +15,7 @@ from paged_attn.chat.tools import CHOICES
 from paged_attn.server.api.bodies import IGNORED, NEUTRAL, NOTHING, Body
 from paged_attn.server.api.fields.bounds import MAX_MESSAGES, Choice, Closed, Effort, Name, Schema, Settings, Tools, bounded, too_many
 from paged_attn.server.api.responses.tools import chat_tools, whole_name
-from paged_attn.server.http.errors import ApiError, not_allowed
+from paged_attn.server.http.errors import bad_field, not_allowed
 from paged_attn.shown import shown
 
 STATELESS = "this server stores no answers; send the whole conversation as input"
@@ -97,7 +97,7 @@ class ResponsesBody(Body):
         """The last event of a stream has it, whatever is asked; raises ApiError: 400 for a usage in every event."""
         if self.repeats_usage:
             what = "continuous_usage_stats=true is not supported by this route, whose last event has the usage; leave it out"
-            raise ApiError(400, f"stream_options: {what}", param="stream_options")
+            raise bad_field("stream_options", what)
         return super().includes_usage
 
     def max_new_tokens(self, room: int) -> int:
@@ -108,7 +108,7 @@ class ResponsesBody(Body):
         if wanted is None or wanted.type == "text":
             return None
         if (wanted.type == "json_schema") != (wanted.schema_ is not None):
-            raise ApiError(400, 'text.format: schema belongs to type "json_schema", and to it alone', param="text.format")
+            raise bad_field("text.format", 'schema belongs to type "json_schema", and to it alone')
         return {"type": "object"} if wanted.schema_ is None else wanted.schema_
 
     @property
@@ -134,8 +134,8 @@ class ResponsesBody(Body):
             try:
                 json.dumps(value.model_dump() if isinstance(value, TextSettings) else value, ensure_ascii=False, allow_nan=False).encode()
             except ValueError as error:
-                allowed = "texts of whole characters, and finite numbers"
-                raise ApiError(400, f"{name}: holds what no JSON can: {error}; allowed: {allowed}", param=name) from error
+                what = f"holds what no JSON can: {error}; allowed: texts of whole characters, and finite numbers"
+                raise bad_field(name, what) from error
 
 
 def _choice(choice: Any) -> Any:
@@ -163,10 +163,10 @@ def _checked(item: Any, where: str) -> dict[str, Any]:
     kind = item.get("type") or "message" if isinstance(item, dict) else None
     if not isinstance(item, dict) or not isinstance(kind, str) or kind not in FIELDS:
         got = shown(kind if isinstance(item, dict) else item)
-        raise ApiError(400, f"{where}: got {got}; allowed: items of type {', '.join(FIELDS)}", param=where)
+        raise bad_field(where, f"got {got}; allowed: items of type {', '.join(FIELDS)}")
     known = (*FIELDS[kind], *BESIDE)
     if (other := next((name for name, value in item.items() if name not in known and value not in (None, [], {})), None)) is not None:
-        raise ApiError(400, f"{where}: field {shown(other)} is not supported; allowed are {', '.join(FIELDS[kind])}", param=where)
+        raise bad_field(where, f"field {shown(other)} is not supported; allowed are {', '.join(FIELDS[kind])}")
     return {**item, "type": kind}
 
 
@@ -193,7 +193,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         calls = _assistant(messages).setdefault("tool_calls", [])
         if len(calls) == MAX_CALLS:
-            raise ApiError(400, f"{where}: more than {MAX_CALLS} calls follow each other; allowed: at most {MAX_CALLS}", param=where)
+            raise bad_field(where, f"more than {MAX_CALLS} calls follow each other; allowed: at most {MAX_CALLS}")
         calls.append(call)
     else:
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"), f"{where}.output")})
