@@ -102,7 +102,6 @@ class ChatRequest:
         return ChatPrompt(text, self._form(tokenizer, template, text, choice, tools, guide, continued))
 
     def _settings(self, template: str) -> Mapping[str, Any]:
-        """Variables for the template."""
         variables = self.chat_template_kwargs or {}
         if self.reasoning_effort is None:
             return variables

@@ -150,17 +150,8 @@ def run_prompts(
         if request.error is not None and not interrupted:
             raise request.error
     stats, pool, first = engine.stats, engine.pool, statistics.median(waits.values()) if waits else None
-    numbers = Numbers(
-        seconds,
-        stats.steps,
-        stats.new_tokens,
-        sum(map(len, ids)),
-        stats.cached_tokens,
-        first,
-        pool.nbytes,
-        engine.kv.num_usable,
-        pool.page_size,
-    )
+    tokens = (stats.new_tokens, sum(map(len, ids)), stats.cached_tokens)
+    numbers = Numbers(seconds, stats.steps, *tokens, first, pool.nbytes, engine.kv.num_usable, pool.page_size)
     run = Run([request.completion() for request in requests], numbers)
     if interrupted:
         raise RunInterruptedError(run)

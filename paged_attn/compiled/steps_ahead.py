@@ -144,7 +144,6 @@ def _distinct(graph: fx.Graph, op: OpOverload, layers: Sequence[AttentionSpec | 
 
 
 def _batch(lengths: Sequence[tuple[int, int]], page_size: int) -> Batch:
-    """A batch of requests that have so many cached and new tokens."""
     requests = [
         BatchRequest([0] * new, [1] * -(-(cached + new) // page_size), cached, int(new == 1), slot)
         for slot, (cached, new) in enumerate(lengths, 1)

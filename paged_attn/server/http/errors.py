@@ -206,7 +206,6 @@ def error_answer(scope: Scope, error: ApiError) -> Response:
 
 
 def _first_complaint(error: RequestValidationError) -> ApiError:
-    """About the body, with what it is about."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
