@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from paged_attn.attn_ops.context import recurrent_context_of
 from paged_attn.attn_ops.ops.define import define_op
@@ -54,32 +55,24 @@ def _compute(truth: Callable[..., None], kernel: Kernel | None, given: tuple[Any
         truth(*given)
 
 
+def _define(op: str, arguments: str, extend: Callable[..., None], step: Callable[..., None], limits: int = 0) -> OpOverload:
+    """An op that calls `run_scan`, with layer and state behind its own arguments, of which the last `limits` are for `extend` alone."""
+    place = arguments.split(", ").index("Tensor(a!) output")
+
+    def run(*given: Any) -> None:
+        *operands, layer_id, state_id = given
+        end = len(operands) - limits
+        run_scan(op, layer_id, state_id, extend, step, tuple(operands[:end]), operands[place], tuple(operands[end:]))
+
+    return define_op(f"{op}_with_output({arguments}, int layer_id, int state_id) -> ()", run)
+
+
 # Linear attention with a state that decays and is corrected token by token, with one decay per head, or one per channel of its keys
-# (Kimi delta attention).
-def _gated_delta(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, layer_id: int, state_id: int
-) -> None:
-    """query, key [T, key heads, K]; value, output [T, H, V]; g (logarithms of decays), beta [T, H]; the state is [H, K, V].
-
-    `normalise`: queries and keys are normalized to unit length first. Rows past the batch's real tokens are zeroed.
-    """
-    given = (query, key, value, g, beta, output, normalise)
-    run_scan("gated_delta_rule", layer_id, state_id, gated_delta_extend, gated_delta_step, given, output)
-
-
-def _kda(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, layer_id: int, state_id: int
-) -> None:
-    """Like `_gated_delta`, with g [T, H, K]."""
-    run_scan("kda", layer_id, state_id, kda_extend, gated_delta_step, (query, key, value, g, beta, output, normalise), output)
-
-
-_SCHEMA = (
-    "_with_output(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(a!) output, bool normalise, int layer_id, "
-    "int state_id) -> ()"
-)
-GATED_DELTA_RULE = define_op("gated_delta_rule" + _SCHEMA, _gated_delta)
-KDA = define_op("kda" + _SCHEMA, _kda)
+# (Kimi delta attention). query, key [T, key heads, K]; value, output [T, H, V]; g (logarithms of decays) [T, H] or [T, H, K]; beta [T, H];
+# the state is [H, K, V]. `normalise`: queries and keys are normalized to unit length first.
+_RULE = "Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(a!) output, bool normalise"
+GATED_DELTA_RULE = _define("gated_delta_rule", _RULE, gated_delta_extend, gated_delta_step)
+KDA = _define("kda", _RULE, kda_extend, gated_delta_step)
 
 
 # The same with what surrounds it in its layer.
@@ -118,80 +111,33 @@ GATED_DELTA_NET = define_op(
 )
 
 
-# The same without the correction, as in lightning attention, retention and gated linear attention.
-def _linear_attention(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, output: Tensor, before: bool, layer_id: int, state_id: int
-) -> None:
-    """query, key [T, H, K]; value, output [T, H, V]; g (logarithms of decays) [T, H] or [T, H, K]; the state is [H, K, V].
-
-    `before`: queries read the state before their token changes it. Rows past the batch's real tokens are zeroed.
-    """
-    given = (query, key, value, g, output, before)
-    run_scan("linear_attention", layer_id, state_id, linear_attention_extend, linear_attention_step, given, output)
-
-
-LINEAR_ATTENTION = define_op(
-    "linear_attention_with_output(Tensor query, Tensor key, Tensor value, Tensor g, Tensor(a!) output, bool before, "
-    "int layer_id, int state_id) -> ()",
-    _linear_attention,
-)
-
+# The same without the correction, as in lightning attention, retention and gated linear attention. query, key [T, H, K]; value, output
+# [T, H, V]; g (logarithms of decays) [T, H] or [T, H, K]; the state is [H, K, V]. `before`: queries read the state before their token
+# changes it.
+LINEAR_ATTENTION = _define(
+    "linear_attention", "Tensor query, Tensor key, Tensor value, Tensor g, Tensor(a!) output, bool before",
+    linear_attention_extend, linear_attention_step,
+)  # fmt: skip
 
 # The scans of state-space layers. What surrounds a scan (softplus of dt, the direct term D x, the gate) is part of the graph.
-def _mamba2(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, low: float, high: float, layer_id: int, state_id: int
-) -> None:
-    """x, output [T, H, P]; dt [T, H]; a [H], negative; b, c [T, groups, N]; the state is [H, P, N].
+# x, output [T, H, P]; dt [T, H]; a [H], negative; b, c [T, groups, N]; the state is [H, P, N]. dt is clamped to [low, high], except in
+# decoding rows, as in the models.
+MAMBA2_SCAN = _define(
+    "mamba2_scan", "Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor(a!) output, float low, float high",
+    mamba2_extend, mamba2_step, limits=2,
+)  # fmt: skip
+# x, dt, output [T, channels]; a [channels, N], negative; b, c [T, N]; the state is [channels, N].
+MAMBA1_SCAN = _define("mamba1_scan", "Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor(a!) output", mamba1_extend, mamba1_step)
 
-    dt is clamped to [low, high], except in decoding rows, as in the models. Rows past the batch's real tokens are zeroed.
-    """
-    run_scan("mamba2_scan", layer_id, state_id, mamba2_extend, mamba2_step, (x, dt, a, b, c, output), output, (low, high))
-
-
-def _mamba1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, layer_id: int, state_id: int) -> None:
-    """x, dt, output [T, channels]; a [channels, N], negative; b, c [T, N]; the state is [channels, N]. Rows past the batch's real tokens
-    are zeroed."""
-    run_scan("mamba1_scan", layer_id, state_id, mamba1_extend, mamba1_step, (x, dt, a, b, c, output), output)
-
-
-MAMBA2_SCAN = define_op(
-    "mamba2_scan_with_output(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor(a!) output, float low, float high, int layer_id, "
-    "int state_id) -> ()",
-    _mamba2,
-)
-MAMBA1_SCAN = define_op(
-    "mamba1_scan_with_output(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor(a!) output, int layer_id, int state_id) -> ()",
-    _mamba1,
+# A scan of single numbers, which returns the state before each token. decay, x, output [T, channels]; the state is [channels], of fresh
+# requests `initial`. `maximum`: S = max(S + decay, x), else S = decay S + x.
+CHANNEL_SCAN = _define(
+    "channel_scan", "Tensor decay, Tensor x, Tensor(a!) output, bool maximum, float initial", channel_scan_extend, channel_scan_step
 )
 
-
-# A scan of single numbers, which returns the state before each token.
-def _channels(decay: Tensor, x: Tensor, output: Tensor, maximum: bool, initial: float, layer_id: int, state_id: int) -> None:
-    """decay, x, output [T, channels]; the state is [channels], of fresh requests `initial`. Rows past the batch's real tokens are zeroed.
-
-    `maximum`: S = max(S + decay, x), else S = decay S + x.
-    """
-    run_scan("channel_scan", layer_id, state_id, channel_scan_extend, channel_scan_step, (decay, x, output, maximum, initial), output)
-
-
-CHANNEL_SCAN = define_op(
-    "channel_scan_with_output(Tensor decay, Tensor x, Tensor(a!) output, bool maximum, float initial, int layer_id, int state_id) -> ()",
-    _channels,
-)
-
-
-# A causal convolution over the last few tokens of each request.
-def _short_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, columns: Sequence[int], layer_id: int, state_id: int
-) -> None:
-    """x [T, N], of which `columns` are the C channels (`channels_in`; none: all); output [T, C]; weight [C, taps]; bias [C]; activation ""
-    or "silu"; the state is [C, taps - 1 or more]. Rows past the batch's real tokens are zeroed."""
-    given = (x, weight, bias, output, activation, columns)
-    run_scan("short_conv", layer_id, state_id, short_conv_extend, short_conv_step, given, output)
-
-
-SHORT_CONV = define_op(
-    "short_conv_with_output(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) output, str activation, int[] columns, int layer_id, "
-    "int state_id) -> ()",
-    _short_conv,
-)
+# A causal convolution over the last few tokens of each request. x [T, N], of which `columns` are the C channels (`channels_in`; none: all);
+# output [T, C]; weight [C, taps]; bias [C]; activation "" or "silu"; the state is [C, taps - 1 or more].
+SHORT_CONV = _define(
+    "short_conv", "Tensor x, Tensor weight, Tensor? bias, Tensor(a!) output, str activation, int[] columns",
+    short_conv_extend, short_conv_step,
+)  # fmt: skip

@@ -16,14 +16,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.utils import import_utils
 
 from paged_attn.attn_ops.ops import attention, latent, positions, recurrent, scans
+from paged_attn.attn_ops.ops.define import body_of
 
-BODIES = {
-    attention.UNIFIED_ATTENTION: attention._run, latent.LATENT_ATTENTION: latent._run,
-    positions.BATCH_POSITIONS: positions._positions, positions.REQUEST_LENGTHS: positions._lengths,
-    scans.SHORT_CONV: scans._short_conv, recurrent.RECURRENT_LAYER: recurrent._run,
-    scans.GATED_DELTA_RULE: scans._gated_delta, scans.LINEAR_ATTENTION: scans._linear_attention,
-    scans.MAMBA2_SCAN: scans._mamba2, scans.MAMBA1_SCAN: scans._mamba1,
-    scans.CHANNEL_SCAN: scans._channels,
+OPS = {
+    attention.UNIFIED_ATTENTION, latent.LATENT_ATTENTION, positions.BATCH_POSITIONS, positions.REQUEST_LENGTHS, recurrent.RECURRENT_LAYER,
+    scans.SHORT_CONV, scans.GATED_DELTA_RULE, scans.LINEAR_ATTENTION, scans.MAMBA2_SCAN, scans.MAMBA1_SCAN, scans.CHANNEL_SCAN,
 }  # fmt: skip
 WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.item.default}
 
@@ -83,9 +80,9 @@ class TapeRecorder:
     def call(self, function, args, kwargs):
         if function in WAITS:
             raise RuntimeError("operation not permitted when stream is capturing")
-        if function in BODIES:  # seen as what it launches
+        if function in OPS:  # seen as what it launches
             with _Inside(self):
-                return BODIES[function](*args, **kwargs)
+                return body_of(function)(*args, **kwargs)
         if torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd"):
             with _Inside(self):  # `to` returns its argument or a copy: seen as what it does
                 return function.decompose(*args, **kwargs)
