@@ -16,7 +16,8 @@ from paged_attn.passes.find.attention import find_attention
 from paged_attn.passes.find.attention_site import AttentionSite
 from paged_attn.passes.fx.call_form import CallNotPaged
 from paged_attn.passes.fx.constants import specialise_numbers
-from paged_attn.passes.fx.graph_tools import name_of, remove_dead_code, shape_of
+from paged_attn.passes.fx.graph_tools import name_of, shape_of
+from paged_attn.passes.fx.memory import remove_dead_code
 from paged_attn.passes.fx.model_facts import least, max_positions
 from paged_attn.passes.optimize.complex_as_real import complex_as_real
 from paged_attn.passes.optimize.dense_experts import replace_dense_experts

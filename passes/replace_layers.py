@@ -12,7 +12,8 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, WrittenScores
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import remove_dead_code, shape_of, value_of
+from paged_attn.passes.fx.graph_tools import shape_of, value_of
+from paged_attn.passes.fx.memory import remove_dead_code
 from paged_attn.passes.fx.model_facts import model_dtype
 from paged_attn.passes.prove.attention import AttentionProof
 from paged_attn.passes.prove.dual_chunk import DualChunkProof

@@ -19,7 +19,8 @@ from torch import fx, nn
 
 from paged_attn.attn_ops.errors import UnsupportedModule
 from paged_attn.passes.fx.call_form import CallNotPaged, ReadValues, find_call_form
-from paged_attn.passes.fx.graph_tools import copy_graph_module, same_values, written_names
+from paged_attn.passes.fx.graph_tools import copy_graph_module
+from paged_attn.passes.fx.memory import same_values, written_names
 from paged_attn.passes.optimize.dense_experts import ChooseExperts
 from paged_attn.passes.pass_list import PASSES
 from paged_attn.passes.report import Facts, Rewrite

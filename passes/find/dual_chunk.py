@@ -17,16 +17,8 @@ from torch import fx
 from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, attention_stand_in, module_path
 from paged_attn.passes.find.products import Product, product_of, score_products
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import (
-    argument_of,
-    bases_of,
-    call_with_value,
-    op_name,
-    sizes_of,
-    token_dims,
-    writes_in_place,
-    written_values,
-)
+from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, op_name, sizes_of, token_dims
+from paged_attn.passes.fx.memory import bases_of, writes_in_place, written_values
 
 QUERIES = 3
 _MAX_DEPTH = 12  # most operations (transposes, repetitions of heads) compared behind two keys

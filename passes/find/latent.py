@@ -17,7 +17,8 @@ from torch import Tensor, fx
 
 from paged_attn.passes.find.attention_site import AttentionSite
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import JOINS, is_view, name_of, shape_of, sizes_of, value_of, writers_of
+from paged_attn.passes.fx.graph_tools import JOINS, name_of, shape_of, sizes_of, value_of
+from paged_attn.passes.fx.memory import is_view, writers_of
 from paged_attn.passes.fx.token_data import read_inputs, token_axis
 
 NARROW = 2  # a row is kept only if keys and values together are more than this many times as wide

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import arguments_of, call_with_value, name_of, shape_of, token_dims, value_of
+from paged_attn.passes.fx.graph_tools import arguments_of, call_with_value, name_of, reached, shape_of, take_place, token_dims, value_of
 
 _MATMUL = {torch.matmul, torch.bmm, operator.matmul, torch.ops.aten.matmul.default, torch.ops.aten.bmm.default}
 _MATMUL_METHODS = {"matmul", "bmm", "__matmul__"}
@@ -145,27 +145,9 @@ def weighted_sums(softmax: fx.Node, num_tokens: Any) -> list[Product]:
 
 def other_uses(weights: fx.Node, known: Collection[fx.Node], num_tokens: Any) -> list[fx.Node]:
     """Values made from the weights that have one row per token and reach the graph's output, except those in `known`."""
-    found, pending, seen = [], [weights], set[fx.Node]()
-    while pending:
-        node = pending.pop()
-        for user in node.users:
-            if token_dims(user, num_tokens) >= 2:
-                pending += [user] if user not in seen else []
-                seen.add(user)
-            elif user not in known and token_dims(user, num_tokens) == 1 and _reaches_output(user):
-                found.append(user)
-    return found
-
-
-def _reaches_output(node: fx.Node) -> bool:
-    pending, seen = [node], {node}
-    while pending:
-        users = pending.pop().users.keys() - seen
-        if any(user.op == "output" for user in users):
-            return True
-        seen |= users
-        pending += users
-    return False
+    wide = reached([weights], lambda node: (user for user in node.users if token_dims(user, num_tokens) >= 2))
+    rows = [user for node in wide for user in node.users if user not in known and token_dims(user, num_tokens) == 1]
+    return [row for row in rows if any(node.op == "output" for node in reached([row], lambda node: node.users))]
 
 
 def split_baddbmm(graph: fx.Graph, num_tokens: Any) -> None:
@@ -186,10 +168,7 @@ def split_baddbmm(graph: fx.Graph, num_tokens: Any) -> None:
                 if factor != 0 or term is product:
                     terms.append(term if factor == 1 else call_with_value(graph, operator.mul, term, factor))
             result = call_with_value(graph, operator.add, *terms) if len(terms) == 2 else terms[0]
-        for new in (product, *terms, result):
-            new.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
-        node.replace_all_uses_with(result)
-        graph.erase_node(node)
+        take_place(node, result, product)
 
 
 def _einsum(node: fx.Node) -> tuple[fx.Node, fx.Node, str, str, str] | None:

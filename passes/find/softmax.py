@@ -25,7 +25,8 @@ from paged_attn.passes.find.spellings.score_layout import bring_to_layout, token
 from paged_attn.passes.find.spellings.summed_products import join_sums
 from paged_attn.passes.find.weights_as_softmax import softmaxes_of_weights
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, move_before, op_name, shape_of, symbol
+from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, op_name, shape_of, symbol
+from paged_attn.passes.fx.memory import move_before
 
 _SOFTMAX = {
     F.softmax,

@@ -17,7 +17,8 @@ from torch import Tensor, fx
 
 from paged_attn.passes.find.products import Product, product_of, score_products
 from paged_attn.passes.find.spellings.score_layout import relabel
-from paged_attn.passes.fx.graph_tools import bases_of, call_with_value, is_written, op_name, shape_of, token_dims, value_of
+from paged_attn.passes.fx.graph_tools import call_with_value, op_name, shape_of, token_dims, value_of
+from paged_attn.passes.fx.memory import bases_of, is_written
 from paged_attn.passes.fx.slicing import ancestors
 
 _SCALED = {"div", "truediv", "true_divide", "divide", "mul", "multiply"}

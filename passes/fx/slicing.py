@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import Writers, call, value_of, writers_of
+from paged_attn.passes.fx.graph_tools import call, reached, value_of
+from paged_attn.passes.fx.memory import Writers, writers_of
 from paged_attn.passes.fx.token_data import read_inputs
 from paged_attn.passes.fx.vmap_levels import VmapLevels
 
@@ -35,17 +36,13 @@ def ancestors(
         through_shapes: if False, inputs of which only the shape is read are left out, and so are writers of nodes in `stop`.
     """
     writers = writers_of(user.graph.nodes) if writers is None else writers
-    pending = [nodes] if isinstance(nodes, fx.Node) else list(nodes)
-    found = set(pending)
-    while pending:
-        current = pending.pop()
-        sources = () if current in stop else current.all_input_nodes if through_shapes else read_inputs(current)
-        changes = () if current in stop and not through_shapes else writers.get(current, ())
-        for other in (*sources, *(writer for writer in changes if writer < user)):
-            if other not in found:
-                found.add(other)
-                pending.append(other)
-    return sorted(found)
+
+    def before(node: fx.Node) -> list[fx.Node]:
+        sources = () if node in stop else node.all_input_nodes if through_shapes else read_inputs(node)
+        changes = () if node in stop and not through_shapes else writers.get(node, ())
+        return [*sources, *(writer for writer in changes if writer < user)]
+
+    return sorted(reached([nodes] if isinstance(nodes, fx.Node) else nodes, before))
 
 
 def evaluate(

@@ -15,7 +15,8 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import depends_on, name_of, symbol, value_of, written_values
+from paged_attn.passes.fx.graph_tools import depends_on, name_of, symbol, value_of
+from paged_attn.passes.fx.memory import written_values
 
 aten = torch.ops.aten
 _SHAPE_OF_FIRST = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "size",

@@ -16,16 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import (
-    call_of_value,
-    call_with_value,
-    copied_from,
-    remove_dead_code,
-    sizes_of,
-    symbol,
-    value_of,
-    written_names,
-)
+from paged_attn.passes.fx.graph_tools import call_of_value, call_with_value, copied_from, sizes_of, symbol, value_of
+from paged_attn.passes.fx.memory import remove_dead_code, written_names
 
 # Operations that only move numbers: applied to both parts alike.
 _LAYOUT = {

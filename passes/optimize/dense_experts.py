@@ -18,17 +18,8 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.ops.experts import EXPERTS, experts_one_by_one
 from paged_attn.attn_ops.specs.experts import ACTIVATIONS, ExpertsSpec, Gating
 from paged_attn.passes.fx.call_form import ReadValues
-from paged_attn.passes.fx.graph_tools import (
-    argument_of,
-    behind_views,
-    call_with_value,
-    name_of,
-    remove_dead_code,
-    shape_of,
-    sizes_of,
-    value_of,
-    written_values,
-)
+from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, name_of, reached, shape_of, sizes_of, value_of
+from paged_attn.passes.fx.memory import behind_views, remove_dead_code, written_values
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import ancestors, evaluate_all, operation_limit
 from paged_attn.passes.optimize.routing import MOST_NODES, PRODUCTS, ROWS, SPREADS
@@ -99,12 +90,8 @@ class DenseExperts(NamedTuple):
 
 def regions_of(graph: fx.Graph, weights: Container[fx.Node]) -> list[DenseExperts]:
     """All candidate regions; `weights`: the graph's inputs that are tensors of the model."""
-    found = (_region(node, weights) for node in graph.nodes if _sums_over_first(node))
-    return [region for region in found if region is not None]
-
-
-def _sums_over_first(node: fx.Node) -> bool:
-    return name_of(node) == "sum" and argument_of(node, 1, "dim") in (0, (0,), [0]) and len(sizes_of(node)) == 2
+    sums = [node for node in graph.nodes if name_of(node) == "sum" and argument_of(node, 1, "dim") in (0, (0,), [0])]
+    return [region for node in sums if len(sizes_of(node)) == 2 and (region := _region(node, weights)) is not None]
 
 
 def _region(total: fx.Node, weights: Container[fx.Node]) -> DenseExperts | None:
@@ -145,17 +132,12 @@ def _batched_weight(node: Any, weights: Container[fx.Node]) -> fx.Node | None:
 
 def _logits(first: fx.Node, experts: Any) -> fx.Node | None:
     """The only product [T, E] that `first` is made from without another product in between, or None."""
-    found, seen, pending = list[fx.Node](), set[fx.Node](), list(first.args[:1])
-    while pending:
-        node = pending.pop()
-        if not isinstance(node, fx.Node) or node in seen:
-            continue
-        seen.add(node)
-        if node.target in PRODUCTS:
-            found += [node] if len(sizes_of(node)) == 2 and sizes_of(node)[1] == experts else []
-            continue
-        pending += node.all_input_nodes
-        pending += [user for user in node.users if node in written_values(user)]
+
+    def before(node: fx.Node) -> list[fx.Node]:
+        return [] if node.target in PRODUCTS else [*node.all_input_nodes, *(user for user in node.users if node in written_values(user))]
+
+    products = [n for n in reached((n for n in first.args[:1] if isinstance(n, fx.Node)), before) if n.target in PRODUCTS]
+    found = [node for node in products if len(sizes_of(node)) == 2 and sizes_of(node)[1] == experts]
     return found[0] if len(found) == 1 and isinstance(found[0].args[0], fx.Node) else None
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from torch import SymInt, fx
 
-from paged_attn.passes.fx.graph_tools import LINEARS, MOVES, is_written, name_of, value_of
+from paged_attn.passes.fx.graph_tools import LINEARS, MOVES, name_of, value_of
+from paged_attn.passes.fx.memory import is_written
 
 
 def make_views_late(graph: fx.Graph) -> int:

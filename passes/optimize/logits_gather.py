@@ -20,18 +20,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensor
 
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import (
-    call,
-    call_of_value,
-    call_with_value,
-    depends_on,
-    is_view,
-    remove_dead_code,
-    shape_at,
-    sizes_of,
-    symbol,
-    value_of,
-)
+from paged_attn.passes.fx.graph_tools import call, call_of_value, call_with_value, depends_on, shape_at, sizes_of, symbol, value_of
+from paged_attn.passes.fx.memory import is_view, remove_dead_code
 from paged_attn.passes.fx.row_layout import MISFITS, Rows, plain_rows, times, with_tokens
 from paged_attn.passes.fx.slicing import evaluate_all
 from paged_attn.passes.fx.token_data import Lookup, lookup_of

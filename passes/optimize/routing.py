@@ -23,18 +23,8 @@ from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.attn_ops.ops.routing import ROUTE
 from paged_attn.attn_ops.specs.routing import Routing, Score
 from paged_attn.passes.fx.call_form import Values
-from paged_attn.passes.fx.graph_tools import (
-    Writers,
-    behind_views,
-    call_with_value,
-    name_of,
-    remove_dead_code,
-    sizes_of,
-    symbol,
-    value_of,
-    writers_of,
-    written_values,
-)
+from paged_attn.passes.fx.graph_tools import call_with_value, name_of, sizes_of, symbol, value_of
+from paged_attn.passes.fx.memory import Writers, behind_views, remove_dead_code, writers_of, written_values
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import evaluate_all, literals_of
 from paged_attn.passes.fx.token_data import read_inputs

@@ -15,7 +15,8 @@ from torch import SymFloat, SymInt, Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from paged_attn.attn_ops.ops.experts import EXPERTS
-from paged_attn.passes.fx.graph_tools import argument_of, bases_of, name_of, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import argument_of, name_of, value_of
+from paged_attn.passes.fx.memory import bases_of, writes_in_place, written_values
 from paged_attn.passes.fx.row_layout import SIZES, Rows, has_rows, moved_rows, plain_rows, reads_sizes, row_axis
 
 Layout = Rows | str | tuple[Rows, ...]

@@ -20,7 +20,8 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from paged_attn.attn_ops.ops.scans import GATED_DELTA_RULE, SHORT_CONV
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import JOINS, MOVES, call_with_value, is_written, name_of, shape_of, value_of
+from paged_attn.passes.fx.graph_tools import JOINS, MOVES, call_with_value, name_of, shape_of, value_of
+from paged_attn.passes.fx.memory import is_written
 from paged_attn.passes.replace.kv_heads import KVSource, head_rows, on_distinct_numbers, rows_in, unrepeated
 
 MAX_NODES = 64

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from paged_attn.attn_ops.ops.experts import EXPERTS
-from paged_attn.passes.fx.graph_tools import behind_views, value_of
+from paged_attn.passes.fx.graph_tools import value_of
+from paged_attn.passes.fx.memory import behind_views
 from paged_attn.passes.optimize.linears.merge import Merge
 
 logger = logging.getLogger("paged_attn")

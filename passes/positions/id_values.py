@@ -17,7 +17,8 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import depends_on, value_of, writers_of, written_values
+from paged_attn.passes.fx.graph_tools import depends_on, value_of
+from paged_attn.passes.fx.memory import writers_of, written_values
 from paged_attn.passes.fx.slicing import ancestors
 from paged_attn.passes.fx.token_data import lookup_of, read_inputs, token_axis
 from paged_attn.passes.positions.row_probe import RowProbe

@@ -25,7 +25,8 @@ from paged_attn.attn_ops.ops.module import MODULE, MODULE_ON_ALL_TOKENS
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS, REQUEST_LENGTHS
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import LINEARS, as_traced, call, symbol, value_of, written_values
+from paged_attn.passes.fx.graph_tools import LINEARS, as_traced, call, symbol, value_of
+from paged_attn.passes.fx.memory import written_values
 from paged_attn.passes.fx.slicing import attribute_of
 from paged_attn.passes.fx.token_data import read_inputs, token_axis
 from paged_attn.passes.positions.distances import distances

@@ -10,7 +10,8 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.fx.call_form import CallForm, CallNotPaged, Values
-from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, name_of, remove_dead_code, shape_of, value_of, writers_of
+from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, name_of, shape_of, value_of
+from paged_attn.passes.fx.memory import remove_dead_code, writers_of
 from paged_attn.passes.fx.model_facts import least
 from paged_attn.passes.fx.slicing import ancestors
 from paged_attn.passes.fx.token_data import Lookup, lookup_of, token_axis, token_data

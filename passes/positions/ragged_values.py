@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import name_of, token_dims, value_of, writers_of, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import name_of, token_dims, value_of
+from paged_attn.passes.fx.memory import writers_of, writes_in_place, written_values
 from paged_attn.passes.fx.slicing import ancestors
 from paged_attn.passes.fx.token_data import (
     UNDEFINED,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import Writers, as_traced, depends_on, shape_at, size_at, value_of, writers_of
+from paged_attn.passes.fx.graph_tools import as_traced, depends_on, shape_at, size_at, value_of
+from paged_attn.passes.fx.memory import Writers, writers_of
 from paged_attn.passes.fx.slicing import ancestors, evaluate
 from paged_attn.passes.fx.token_data import token_axis
 

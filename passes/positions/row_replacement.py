@@ -12,7 +12,8 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedModule
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import Writers, depends_on, name_of, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import depends_on, name_of, value_of
+from paged_attn.passes.fx.memory import Writers, writes_in_place, written_values
 from paged_attn.passes.fx.slicing import ancestors
 from paged_attn.passes.fx.token_data import read_inputs, token_axis
 from paged_attn.passes.positions.batch_positions import BatchPositions

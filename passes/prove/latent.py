@@ -20,7 +20,8 @@ from paged_attn.attn_ops.specs.latent import HeadRows
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
 from paged_attn.passes.find.latent import LatentFinder, LatentSite
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import is_written, shape_at, shape_of, value_of
+from paged_attn.passes.fx.graph_tools import shape_at, shape_of, value_of
+from paged_attn.passes.fx.memory import is_written
 from paged_attn.passes.fx.row_layout import MISFITS, with_tokens
 from paged_attn.passes.fx.slicing import ancestors, evaluate_all, operation_limit
 from paged_attn.passes.prove.attention import AttentionProof

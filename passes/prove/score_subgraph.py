@@ -11,8 +11,9 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import op_name, shape_at, token_dims, value_of, writers_of
+from paged_attn.passes.fx.graph_tools import op_name, shape_at, token_dims, value_of
 from paged_attn.passes.fx.mask_literals import SMALL_TENSOR
+from paged_attn.passes.fx.memory import writers_of
 from paged_attn.passes.fx.slicing import ancestors
 from paged_attn.passes.fx.token_data import read_inputs
 

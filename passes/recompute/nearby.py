@@ -18,17 +18,8 @@ from torch import Tensor, fx, nn
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import AttentionSite, NearbyRows, module_path
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import (
-    bases_of,
-    call_with_value,
-    depends_on,
-    op_name,
-    shape_of,
-    symbol,
-    token_dims,
-    value_of,
-    writers_of,
-)
+from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, op_name, shape_of, symbol, token_dims, value_of
+from paged_attn.passes.fx.memory import bases_of, writers_of
 from paged_attn.passes.fx.model_facts import max_positions, model_dtype
 from paged_attn.passes.fx.slicing import attribute_of
 from paged_attn.passes.fx.token_data import read_inputs, token_axis

@@ -15,7 +15,8 @@ from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.ops.module import MODULE_ON_ALL_TOKENS, module_of
 from paged_attn.attn_ops.specs.recompute import RowInput
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import argument_of, as_traced, depends_on, op_name, symbol, value_of, writes_in_place
+from paged_attn.passes.fx.graph_tools import argument_of, as_traced, depends_on, op_name, symbol, value_of
+from paged_attn.passes.fx.memory import writes_in_place
 from paged_attn.passes.fx.slicing import operation_limit
 from paged_attn.passes.fx.token_data import counts_in_numbers
 from paged_attn.passes.recompute.code_numbers import LATEST, first_unproved_length, numbers_in_code

@@ -23,19 +23,8 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import (
-    Writers,
-    as_traced,
-    bases_of,
-    depends_on,
-    name_of,
-    op_name,
-    shape_at,
-    token_dims,
-    value_of,
-    writers_of,
-    written_values,
-)
+from paged_attn.passes.fx.graph_tools import as_traced, depends_on, name_of, op_name, shape_at, token_dims, value_of
+from paged_attn.passes.fx.memory import Writers, bases_of, writers_of, written_values
 from paged_attn.passes.fx.slicing import ancestors, evaluate_all
 from paged_attn.passes.fx.token_data import read_inputs, token_axis, token_data
 from paged_attn.passes.prove.score_subgraph import LOOKUPS, placeholder_value, zeros_for

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import is_written, name_of, shape_at, shape_of, size_at, symbol, value_of
+from paged_attn.passes.fx.graph_tools import name_of, shape_at, shape_of, size_at, symbol, value_of
+from paged_attn.passes.fx.memory import is_written
 from paged_attn.passes.fx.slicing import ancestors, evaluate
 
 aten = torch.ops.aten

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import is_view, is_written, symbol, value_of
+from paged_attn.passes.fx.graph_tools import symbol, value_of
+from paged_attn.passes.fx.memory import is_view, is_written
 from paged_attn.passes.replace.kv_heads import KVSource, is_shape_operation
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, is_in_flight, tensors_in, wider
-from paged_attn.passes.fx.graph_tools import is_view, name_of, writes_in_place
+from paged_attn.passes.fx.graph_tools import name_of
+from paged_attn.passes.fx.memory import is_view, writes_in_place
 
 Choices = Mapping[str, Any]  # by node: the operation's result
 # Results are floating numbers that no kernel rounds (counts, ones among zeros); integers made from them are not choices.

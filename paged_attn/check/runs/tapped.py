@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from paged_attn.attn_ops.ops.define import overloads_of
-from paged_attn.passes.fx.graph_tools import dtype_of, writers_of, writes_in_place
+from paged_attn.passes.fx.graph_tools import dtype_of
+from paged_attn.passes.fx.memory import writers_of, writes_in_place
 
 Visit = Callable[[str, Tensor], Tensor]
 _NARROW_METHODS = ("half", "bfloat16", "float")

@@ -18,7 +18,7 @@ from paged_attn.check.runs.truth import Truth
 from paged_attn.compiled.graph_inputs import GraphInputs, logits_of
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
 from paged_attn.passes.find.attention_site import modules_of
-from paged_attn.passes.fx.graph_tools import written_names
+from paged_attn.passes.fx.memory import written_names
 from paged_attn.passes.fx.slicing import ancestors, evaluate
 from paged_attn.passes.report import LayerReport
 from paged_attn.recurrent.run import RecurrentRunner, TokenByToken, runner_of

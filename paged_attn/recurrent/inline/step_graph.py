@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.calling.left_as_it_was import left_as_it_was
-from paged_attn.passes.fx.graph_tools import writes_in_place
+from paged_attn.passes.fx.memory import writes_in_place
 from paged_attn.recurrent.inline.traced.last_columns import with_last_columns
 from paged_attn.recurrent.inline.traced.parts import into_parts
 from paged_attn.recurrent.inline.traced.repeated_weights import without_repeated_weights

@@ -16,17 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import (
-    arguments_of,
-    call_with_value,
-    is_written,
-    name_of,
-    op_name,
-    shape_of,
-    token_dims,
-    value_of,
-    writes_in_place,
-)
+from paged_attn.passes.fx.graph_tools import arguments_of, call_with_value, name_of, op_name, shape_of, take_place, token_dims, value_of
+from paged_attn.passes.fx.memory import is_written, writes_in_place
 
 _MATMUL = {torch.matmul, operator.matmul, "matmul", "__matmul__"}
 _SAME_NUMBERS = {"to", "float", "type", "type_as", "half", "bfloat16", "contiguous", "clone", "dropout"}
@@ -46,8 +37,7 @@ def distribute_products(graph: fx.Graph, softmaxes: Collection[fx.Node], num_tok
             continue
         with graph.inserting_before(node):
             result = products.of(left, right, ())
-        node.replace_all_uses_with(result)
-        graph.erase_node(node)
+        take_place(node, result)
 
 
 @dataclass

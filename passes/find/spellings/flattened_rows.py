@@ -8,7 +8,7 @@ Leaves alone: products whose rows are in no such view before or after them. That
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import fx
 
 from paged_attn.passes.find.products import Product, product_of
 from paged_attn.passes.find.spellings.score_layout import keep_origin
-from paged_attn.passes.fx.graph_tools import call_with_value, shape_of, sizes_of, symbol, token_dims
+from paged_attn.passes.fx.graph_tools import call_with_value, reached, shape_of, sizes_of, symbol, take_place, token_dims
 
 
 def split_rows(graph: fx.Graph, num_tokens: Any) -> None:
@@ -29,8 +29,7 @@ def split_rows(graph: fx.Graph, num_tokens: Any) -> None:
             continue
         # Scores are split behind their product, weights in front of theirs.
         of_scores = token_dims(product.left, num_tokens) == 1
-        start, onwards = (node, _users) if of_scores else (product.left, _inputs)
-        parts = _parts(start, onwards, heads, num_tokens)
+        parts = _parts(node, True, heads, num_tokens) if of_scores else _parts(product.left, False, heads, num_tokens)
         if parts is not None:
             _split(product, parts)
 
@@ -41,27 +40,17 @@ def _factor(size: Any, num_tokens: Any) -> int | None:
     return int(times) if getattr(times, "is_Integer", False) and times > 1 else None
 
 
-def _users(node: fx.Node) -> Iterable[fx.Node]:
-    return node.users
-
-
-def _inputs(node: fx.Node) -> Iterable[fx.Node]:
-    return node.all_input_nodes
-
-
-def _parts(start: fx.Node, onwards: Callable[[fx.Node], Iterable[fx.Node]], heads: int, num_tokens: Any) -> tuple[int, int] | None:
-    """What the rows are split into at the first node onwards where they are: (-1, heads) or (heads, -1)."""
+def _parts(start: fx.Node, behind: bool, heads: int, num_tokens: Any) -> tuple[int, int] | None:
+    """What the rows are split into at the first node behind `start`, or in front of it, where they are: (-1, heads) or (heads, -1)."""
     flat = sizes_of(start)
-    pending, seen = [start], {start}
-    while pending:
-        node = pending.pop(0)
+
+    def onwards(node: fx.Node) -> Iterator[fx.Node]:
+        return (other for other in (node.users if behind else node.all_input_nodes) if token_dims(other, num_tokens) >= 2)
+
+    for node in reached([start], onwards):
         sizes = sizes_of(node)
         if sizes[:-3] == flat[:-2] and sizes[-1] == flat[-1] and sizes[-3:-1] in ((num_tokens, heads), (heads, num_tokens)):
             return (heads, -1) if sizes[-3] == heads else (-1, heads)
-        for other in onwards(node):
-            if other not in seen and token_dims(other, num_tokens) >= 2:
-                seen.add(other)
-                pending.append(other)
     return None
 
 
@@ -75,8 +64,5 @@ def _split(product: Product, parts: tuple[int, int]) -> None:
         equation = f"{left_labels},{product.right_labels}->{layout}"
         split = call_with_value(graph, torch.einsum, equation, left, product.right)
         result = call_with_value(graph, "flatten", split, -3, -2)
-    for each in (left, split, result):
-        each.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
     keep_origin(node, split)
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
+    take_place(node, result, left, split)

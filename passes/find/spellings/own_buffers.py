@@ -16,19 +16,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import (
-    argument_of,
-    arguments_of,
-    call_with_value,
-    is_written,
-    name_of,
-    shape_of,
-    sizes_of,
-    storages_of,
-    symbol,
-    value_of,
-    writers_of,
-)
+from paged_attn.passes.fx.graph_tools import argument_of, arguments_of, call_with_value, name_of, shape_of, sizes_of, symbol, value_of
+from paged_attn.passes.fx.memory import is_written, storages_of, writers_of
 
 _OTHER = object()
 _SHOWN = ("getitem", "squeeze", "view", "reshape", "flatten", "to", "long")

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from paged_attn.passes.find.products import Product, product_of, score_products, weighted_sums
-from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, shape_of, symbol, token_dims
+from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, shape_of, symbol, take_place, token_dims
 
 
 def token_axes(softmax: fx.Node, num_tokens: Any) -> tuple[int, int] | None:
@@ -48,10 +48,7 @@ def bring_to_layout(softmax: fx.Node, num_tokens: Any) -> fx.Node:
         new = call_with_value(softmax.graph, softmax.target, permuted, -1, *softmax.args[2:], **given)
         back = call_with_value(softmax.graph, "permute", new, [order.index(axis) for axis in range(len(order))])
         result = call_with_value(softmax.graph, "contiguous", back)  # as the softmax left it: what follows may be a `view`
-    for node in (permuted, new, back, result):
-        node.meta["nn_module_stack"] = softmax.meta.get("nn_module_stack")
-    softmax.replace_all_uses_with(result)
-    softmax.graph.erase_node(softmax)
+    take_place(softmax, result, permuted, new, back)
     return new
 
 
@@ -62,16 +59,12 @@ def relabel(product: Product, left_labels: str, layout: str) -> Product:
         if left_labels != product.left_labels:
             left = call_with_value(graph, "permute", left, [product.left_labels.index(label) for label in left_labels])
         equation = f"{left_labels},{product.right_labels}->{layout}"
-        new = result = call_with_value(graph, torch.einsum, equation, left, product.right)
+        new = back = result = call_with_value(graph, torch.einsum, equation, left, product.right)
         if layout != product.layout:
             back = call_with_value(graph, "permute", new, [layout.index(label) for label in product.layout])
-            back.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
             result = call_with_value(graph, "contiguous", back)
-    for each in (left, new, result):
-        each.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
     keep_origin(node, result)
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
+    take_place(node, result, new, back)
     relabelled = product_of(new)
     assert relabelled is not None
     return relabelled

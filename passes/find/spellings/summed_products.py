@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from paged_attn.passes.find.products import Product, product_of
-from paged_attn.passes.fx.graph_tools import call_with_value, is_written, move_before, op_name, sizes_of, token_dims, value_of
+from paged_attn.passes.fx.graph_tools import call_with_value, op_name, sizes_of, take_place, token_dims, value_of
+from paged_attn.passes.fx.memory import is_written, move_before
 
 _Term = tuple[Product, float]
 _BY_NUMBER = {"mul": 1, "imul": 1, "div": -1, "truediv": -1, "itruediv": -1}
@@ -73,10 +74,7 @@ def _join(node: fx.Node, terms: list[_Term]) -> None:
         result = scores = call_with_value(graph, torch.matmul, query, call_with_value(graph, "transpose", key, -2, -1))
         if first.layout != first.labels:
             result = call_with_value(graph, "permute", scores, [first.labels.index(label) for label in first.layout])
-    for new in (scores, result):
-        new.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
+    take_place(node, result, scores)
 
 
 def _with_lead_dims(product: Product, factor: fx.Node, before: fx.Node) -> fx.Node:

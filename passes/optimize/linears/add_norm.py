@@ -20,19 +20,8 @@ from paged_attn.attn_ops.ops.kinds import KINDS
 from paged_attn.attn_ops.ops.linears.add_norm import ADD_NORM, ADD_NORM_LINEAR, rms_norm
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import (
-    behind_views,
-    call_of_value,
-    call_with_value,
-    is_written,
-    keep_name,
-    op_name,
-    remove_dead_code,
-    shape_of,
-    sizes_of,
-    value_of,
-    writes_in_place,
-)
+from paged_attn.passes.fx.graph_tools import call_of_value, call_with_value, keep_name, op_name, shape_of, sizes_of, value_of
+from paged_attn.passes.fx.memory import behind_views, is_written, remove_dead_code, writes_in_place
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import evaluate, kind_of, literals_of
 

@@ -15,7 +15,8 @@ from torch import SymInt, Tensor, fx, nn
 
 from paged_attn.attn_ops.ops.linears.linear import LINEAR_FLOAT32
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import arguments_of, bases_of, name_of, shape_of, sizes_of, value_of, written_values
+from paged_attn.passes.fx.graph_tools import arguments_of, name_of, shape_of, sizes_of, value_of
+from paged_attn.passes.fx.memory import bases_of, written_values
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import evaluate_all
 

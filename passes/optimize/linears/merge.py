@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import bases_of, call_of_value, op_name, sizes_of, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import call_of_value, op_name, sizes_of, take_place, value_of
+from paged_attn.passes.fx.memory import bases_of, writes_in_place, written_values
 from paged_attn.passes.optimize.linears.mergeable_weights import Memory, is_ordinary_parameter, lie_in_a_row
 from paged_attn.passes.optimize.linears.sites import Linear, linear_of
 from paged_attn.passes.optimize.linears.sliced_values import SlicedValues
@@ -103,10 +104,7 @@ def _merge(members: list[Linear], index: dict[fx.Node, int], sliced: SlicedValue
         starts = accumulate(sizes, initial=0)
         slices = [call_of_value(graph, part, torch.narrow, merged, -1, *span) for *span, part in zip(starts, sizes, parts, strict=False)]
     for member, part in zip(members, slices, strict=True):
-        if "nn_module_stack" in member.node.meta:
-            part.meta["nn_module_stack"] = member.node.meta["nn_module_stack"]
         for view, value in sliced.of_views(member.node, value_of(part)).items():
             view.meta["example_value"] = value
-        member.node.replace_all_uses_with(part)
-        graph.erase_node(member.node)
+        take_place(member.node, part)
     return merges

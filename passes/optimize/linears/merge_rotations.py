@@ -14,21 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import SymInt, Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import (
-    bases_of,
-    call_of_value,
-    is_written,
-    keep_name,
-    op_name,
-    remove_dead_code,
-    shape_at,
-    shape_of,
-    size_at,
-    sizes_of,
-    symbol,
-    value_of,
-    writes_in_place,
-)
+from paged_attn.passes.fx.graph_tools import call_of_value, keep_name, op_name, shape_at, shape_of, size_at, sizes_of, symbol, value_of
+from paged_attn.passes.fx.memory import bases_of, is_written, remove_dead_code, writes_in_place
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import evaluate_all, kind_of
 from paged_attn.passes.optimize.linears.sliced_values import SlicedValues

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator
 
 from paged_attn.attn_ops.ops.define import overloads_of
-from paged_attn.passes.fx.graph_tools import bases_of, call, value_of, writes_in_place
+from paged_attn.passes.fx.graph_tools import call, reached, value_of
+from paged_attn.passes.fx.memory import bases_of, writes_in_place
 
 _ANY_STRIDES = ("aten", "prims", "paged_attn")
 _PYTORCH = ("torch", "_operator", "builtins", "math")
@@ -72,14 +73,11 @@ class SlicedValues:
 
 def _views_of(node: fx.Node) -> list[fx.Node]:
     """The views of a node, and their views, in an order that depends only on the graph."""
-    found, pending = dict[fx.Node, None](), [node]
-    while pending:
-        viewed = pending.pop()
-        for user in viewed.users:
-            if user not in found and user.args and user.args[0] is viewed and viewed in bases_of([user]):
-                found[user] = None
-                pending.append(user)
-    return list(found)
+
+    def shown(viewed: fx.Node) -> Iterator[fx.Node]:
+        return (user for user in viewed.users if user.args and user.args[0] is viewed and viewed in bases_of([user]))
+
+    return list(reached([node], shown))[1:]
 
 
 def _takes_slices(node: fx.Node, views: list[fx.Node]) -> bool:

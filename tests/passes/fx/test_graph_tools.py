@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from paged_attn.passes.find.attention_site import module_path
-from paged_attn.passes.fx.graph_tools import of_module, remove_dead_code, source_name, symbol, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import of_module, source_name, symbol
+from paged_attn.passes.fx.memory import remove_dead_code, writes_in_place, written_values
 from tests.passes.graphs import Toy, assert_ragged_equals_alone, called, graph_of, masked
 
 Part = Callable[[Tensor], Tensor]

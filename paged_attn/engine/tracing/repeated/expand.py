@@ -11,7 +11,7 @@ from paged_attn.engine.tracing.repeated.find import AlikeLayers
 from paged_attn.engine.tracing.repeated.marks import BEGIN, END, STANDS_FOR
 from paged_attn.engine.tracing.repeated.same_code import Guards, NotAlike, check_same_code
 from paged_attn.engine.tracing.repeated.traced_layer import Call, TracedLayer, Weights
-from paged_attn.passes.fx.graph_tools import storages_of, writers_of
+from paged_attn.passes.fx.memory import storages_of, writers_of
 
 
 def expand(

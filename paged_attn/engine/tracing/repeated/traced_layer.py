@@ -15,7 +15,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from paged_attn.engine.tracing.repeated.same_code import THROUGH_MARKS, NotAlike, expression_of, numbers_instead
-from paged_attn.passes.fx.graph_tools import sizes_of, source_name, storages_of, symbol, value_of
+from paged_attn.passes.fx.graph_tools import sizes_of, source_name, symbol, value_of
+from paged_attn.passes.fx.memory import storages_of
 
 NUMBERS = ("layer_id", "module_id")  # op arguments that number a module of the model
 Instead = dict[fx.Node, fx.Node]

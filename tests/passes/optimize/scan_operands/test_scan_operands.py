@@ -13,7 +13,7 @@ from paged_attn import LLM, SamplingParams
 from paged_attn.attn_ops.ops.scans import GATED_DELTA_RULE, SHORT_CONV
 from paged_attn.attn_ops.scans.short_conv import channels_in
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import remove_dead_code
+from paged_attn.passes.fx.memory import remove_dead_code
 from paged_attn.passes.optimize.scan_operands import read_columns_in_place, read_unrepeated_heads
 from tests.oracle import greedy, random_prompts
 from tests.recurrent_models import recurrent
