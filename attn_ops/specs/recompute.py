@@ -61,6 +61,10 @@ class RowInput:
         return True
 
 
+# (number of tokens, the rows' tensors, the operands) -> [tokens, heads, v_dim].
+RowProgram = Callable[[int, Sequence[Tensor], Sequence[Tensor]], Tensor]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecomputeSpec(AttentionSpec):
     """An attention that no backend supports: its program runs on all tokens of a request, or on the last ones where no more are needed, and
@@ -75,7 +79,7 @@ class RecomputeSpec(AttentionSpec):
         joined: whether, with a `reach`, requests may follow each other in one run, each with so many of its own tokens before its new ones.
         chooses: how many of the keys that it ranks a query takes (the fewest, if it ranks several times); None if it ranks none.
         computes: equal for programs that compute the same from operands of the same kinds.
-        program: (number of tokens, the rows' tensors, the operands) -> [tokens, heads, v_dim].
+        program: what is run.
     """
 
     rows: tuple[RowInput, ...]
@@ -84,7 +88,7 @@ class RecomputeSpec(AttentionSpec):
     joined: bool = False
     chooses: int | None = None
     computes: str = field(repr=False)
-    program: Callable[[int, Sequence[Tensor], Sequence[Tensor]], Tensor] = field(compare=False, repr=False)
+    program: RowProgram = field(compare=False, repr=False)
 
     @property
     def by_backend(self) -> bool:

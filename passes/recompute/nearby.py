@@ -10,7 +10,6 @@ that its rows are made of no more than MOST tokens before them (`reach.py`); all
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,10 +20,9 @@ from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, op_name, shape_of, symbol, token_dims, value_of
 from paged_attn.passes.fx.memory import bases_of, writers_of
 from paged_attn.passes.fx.model_facts import max_positions, model_dtype
-from paged_attn.passes.fx.slicing import attribute_of
 from paged_attn.passes.fx.token_data import read_inputs, token_axis
 from paged_attn.passes.recompute.other_weights import reach_of_program
-from paged_attn.passes.recompute.program import make_program, prove_causal, row_input
+from paged_attn.passes.recompute.program import make_program, owned_tensors, prove_causal, row_input
 from paged_attn.passes.recompute.reach import MOST
 from paged_attn.passes.recompute.region import TokenRows, find_recompute_region
 
@@ -108,14 +106,9 @@ class _Search:
             if program.computes not in self.reaches:
                 dtype = value_of(output).dtype if self.model is None else model_dtype(self.model)
                 rows = [row_input(node, self.form, dtype) for node in region.rows]
-                owned = list(self._tensors(program.owned))
+                owned = owned_tensors(program, self.values)
                 total = prove_causal(program, rows, owned, self.form, device, where, max_positions(self.model))
                 self.reaches[program.computes] = reach_of_program(program, rows, owned, total, self.form.min_tokens, device)
         except UnsupportedError:
             return None
         return region.rows if self.reaches[program.computes] else None
-
-    def _tensors(self, nodes: tuple[fx.Node, ...]) -> Iterator[Tensor]:
-        for node in nodes:
-            value = self.values.get(node)
-            yield value if isinstance(value, Tensor) else attribute_of(node)

@@ -17,7 +17,7 @@ from paged_attn.attn_ops.specs.recompute import RowInput
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import argument_of, as_traced, depends_on, op_name, symbol, value_of
 from paged_attn.passes.fx.memory import writes_in_place
-from paged_attn.passes.fx.slicing import operation_limit
+from paged_attn.passes.fx.slicing import attribute_of, operation_limit
 from paged_attn.passes.fx.token_data import counts_in_numbers
 from paged_attn.passes.recompute.code_numbers import LATEST, first_unproved_length, numbers_in_code
 from paged_attn.passes.recompute.region import RecomputeRegion
@@ -62,6 +62,11 @@ class Program:
     def __call__(self, length: int, rows: Sequence[Tensor], owned: Sequence[Tensor]) -> Tensor:
         result: Tensor = self.module.forward(length, *rows, *owned)
         return result
+
+
+def owned_tensors(program: Program, values: Values) -> list[Tensor]:
+    """The operands of a program."""
+    return [attribute_of(node) if node.op == "get_attr" else values[node] for node in program.owned]
 
 
 def row_input(node: fx.Node, form: CallForm, page_dtype: torch.dtype) -> RowInput:

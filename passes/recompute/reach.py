@@ -9,16 +9,15 @@ from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
-from paged_attn.attn_ops.specs.recompute import RowInput
+from paged_attn.attn_ops.specs.recompute import RowInput, RowProgram
 from paged_attn.passes.fx.slicing import operation_limit
 
-Program = Callable[[int, Sequence[Tensor], Sequence[Tensor]], Tensor]  # that of a RecomputeSpec
 MOST = 16  # tokens; a decay that is longer leaves a trace in the bits of a row so far behind
 
 
 def reach_of(
-    program: Program, rows: Sequence[RowInput], owned: Sequence[Tensor], total: int, least: int, device: torch.device,
-    other: Callable[[], Program] | None = None,
+    program: RowProgram, rows: Sequence[RowInput], owned: Sequence[Tensor], total: int, least: int, device: torch.device,
+    other: Callable[[], RowProgram] | None = None,
 ) -> int | None:  # fmt: skip
     """How many tokens before a token its result is made of, if these are at most MOST; None if there are more.
 
@@ -33,7 +32,7 @@ def reach_of(
     generator, found = torch.Generator().manual_seed(17), 0
     some, one = ([torch.randn(count, row.width, generator=generator) for row in rows] for count in (total, 1))
     alike = [[sign * same + 0.01 * each for same, each in zip(one, some, strict=True)] for sign in (10, -10)]
-    calls: list[tuple[Callable[[], Program], list[Tensor]]] = [(lambda: program, given) for given in (some, *alike)]
+    calls: list[tuple[Callable[[], RowProgram], list[Tensor]]] = [(lambda: program, given) for given in (some, *alike)]
     calls += [] if other is None else [(other, some)]
     try:
         for make, given in calls:
@@ -49,7 +48,7 @@ def reach_of(
 class _Tried:
     """A program on given rows, one tensor [T, width] for each of its inputs."""
 
-    def __init__(self, program: Program, rows: Sequence[RowInput], owned: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    def __init__(self, program: RowProgram, rows: Sequence[RowInput], owned: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         self.program, self.rows, self.owned, self.given = program, rows, owned, given
         self.whole = self.run(0, len(given[0]))
 

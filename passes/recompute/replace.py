@@ -13,7 +13,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.fx.node import Argument
 
 from paged_attn.attn_ops.ops.recompute import RECOMPUTE_ATTENTION
@@ -22,11 +22,10 @@ from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.fx.model_facts import max_positions, model_dtype
-from paged_attn.passes.fx.slicing import attribute_of
 from paged_attn.passes.prove.other_mask import OtherMask
 from paged_attn.passes.prove.score_subgraph import Recomputable
 from paged_attn.passes.recompute.other_weights import reach_of_program
-from paged_attn.passes.recompute.program import Program, make_program, prove_causal, row_input
+from paged_attn.passes.recompute.program import Program, make_program, owned_tensors, prove_causal, row_input
 from paged_attn.passes.recompute.region import RecomputeRegion, TokenRows, find_recompute_region
 from paged_attn.passes.replace.attention import use_output
 
@@ -70,7 +69,7 @@ class RecomputeReplacer:
         rows = tuple(row_input(node, self.form, dtype) for node in region.rows)
         program = make_program(region, self.form, self.values, order, where)
         if program.computes not in self._proved:
-            owned = [self._tensor(node) for node in program.owned]
+            owned = owned_tensors(program, self.values)
             longest = max_positions(self.model)
             total = prove_causal(program, rows, owned, self.form, result.device, where, longest)
             reach = reach_of_program(program, rows, owned, total, self.form.min_tokens, result.device)
@@ -98,13 +97,6 @@ class RecomputeReplacer:
             program=proved,
         )
         return spec, program
-
-    def _tensor(self, node: fx.Node) -> Tensor:
-        value = self.values.get(node)
-        if value is None:
-            value = attribute_of(node)
-        assert isinstance(value, Tensor)
-        return value
 
 
 def _emit(site: AttentionSite, region: RecomputeRegion, spec: RecomputeSpec, program: Program, layer_id: int) -> tuple[fx.Node, fx.Node]:

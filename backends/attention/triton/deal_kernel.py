@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paged_attn.backends.attention.triton.plan_kernels import store_rows
 from paged_attn.backends.attention.triton.tiles import is_chosen, tile_keys
 
 
@@ -26,23 +27,10 @@ def _blocks(request, requests, seq_lens, query_start, window, chunk, block_n, it
     return start, seq_len, tl.where(there & is_chosen(query_len, "one"), tl.cdiv(high - low, block_n) + item_cost, 0)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "requests",
-        "programs",
-        "window",
-        "chunk",
-        "block_n",
-        "item_cost",
-        "kv_heads",
-        "programs_2",
-        "window_2",
-        "chunk_2",
-        "block_n_2",
-        "item_cost_2",
-        "kv_heads_2",
-    ]
-)
+_OF_A_KIND = ["programs", "window", "chunk", "block_n", "item_cost", "kv_heads"]
+
+
+@triton.jit(do_not_specialize=["requests", *_OF_A_KIND, *(f"{name}_2" for name in _OF_A_KIND)])
 def deal_decodes(seq_lens, query_start, requests, work, counters, programs, window, chunk, block_n, item_cost, kv_heads,
                  work_2, counters_2, programs_2, window_2, chunk_2, block_n_2, item_cost_2, kv_heads_2,
                  CHUNKS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
@@ -88,19 +76,7 @@ def deal_decodes(seq_lens, query_start, requests, work, counters, programs, wind
     unit = begin - before - head * blocks
     origin = begin - unit
     first_program = (origin + item_cost) // share
-    row = work + program * 16
-    inside = program <= programs
-    tl.store(row, request, mask=inside)
-    tl.store(row + 1, program * 0, mask=inside)
-    tl.store(row + 2, head, mask=inside)
-    tl.store(row + 3, tl.maximum(unit - item_cost, 0), mask=inside)
     taken = tl.minimum(share, total - begin) - tl.maximum(item_cost - unit, 0)
-    tl.store(row + 4, tl.where(active, taken, 0), mask=inside)
-    tl.store(row + 5, first_program, mask=inside)
-    tl.store(row + 6, (origin + blocks - 1) // share, mask=inside)
-    tl.store(row + 7, 2 * first_program + (first_program * share < origin).to(tl.int32), mask=inside)
-    tl.store(row + 8, start, mask=inside)
-    tl.store(row + 9, program * 0 + 1, mask=inside)
-    tl.store(row + 10, seq_len, mask=inside)
-    tl.store(counters + program, program * 0, mask=program < programs)
-    tl.store(counters + programs + program, program * 0, mask=program < programs)
+    slot = 2 * first_program + (first_program * share < origin).to(tl.int32)
+    store_rows(work, counters, program, programs, request, program * 0, head, tl.maximum(unit - item_cost, 0), tl.where(active, taken, 0),
+               first_program, (origin + blocks - 1) // share, slot, start, program * 0 + 1, seq_len)  # fmt: skip

@@ -113,13 +113,21 @@ def deal_work(seq_lens, query_start, units, tile_ends, work, counters, requests,
         first_program = program - unit
         last_program = first_program + in_tile - 1
         slot = 2 * first_program
+    store_rows(work, counters, program, programs, request, tile, head, block, tl.where(active, blocks, 0), first_program, last_program,
+               slot, start, query_len, seq_len)  # fmt: skip
+
+
+@triton.jit
+def store_rows(work, counters, program, programs, request, tile, head, block, blocks, first_program, last_program, slot, start, query_len,
+               seq_len):  # fmt: skip
+    """Rows of `work` from `program` [BLOCK_P] on, and zeros for their counters."""
     row = work + program * 16
     inside = program <= programs
     tl.store(row, request, mask=inside)
     tl.store(row + 1, tile, mask=inside)
     tl.store(row + 2, head, mask=inside)
     tl.store(row + 3, block, mask=inside)
-    tl.store(row + 4, tl.where(active, blocks, 0), mask=inside)
+    tl.store(row + 4, blocks, mask=inside)
     tl.store(row + 5, first_program, mask=inside)
     tl.store(row + 6, last_program, mask=inside)
     tl.store(row + 7, slot, mask=inside)
