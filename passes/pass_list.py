@@ -13,7 +13,6 @@ from paged_attn.attn_ops.ops.kinds import WITH_STATE
 from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
 from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 from paged_attn.passes.find.attention import find_attention
-from paged_attn.passes.find.attention_site import AttentionSite
 from paged_attn.passes.fx.call_form import CallNotPaged
 from paged_attn.passes.fx.constants import specialise_numbers
 from paged_attn.passes.fx.graph_tools import name_of, shape_of
@@ -74,21 +73,17 @@ def _prove(graph: fx.Graph, facts: Facts) -> str:
     read = set(facts.values.read)
     for site in facts.sites:
         facts.values.read.clear()
-        facts.proofs.append(proof := _proof_of(prover, site))
+        try:
+            proof: AttentionProof | DualChunkProof | Recomputable = prover.prove(site)
+        except Recomputable as reason:
+            proof = reason
+        facts.proofs.append(proof)
         if not isinstance(proof, Recomputable):  # a recomputed attention reads its tensors in every step; the op reads sinks in place
             facts.baked |= facts.values.read - ({proof.function.sinks} if isinstance(proof, AttentionProof) else set())
         read |= facts.values.read
     facts.values.read |= read
     recomputed = sum(isinstance(proof, Recomputable) for proof in facts.proofs)
     return f"{len(facts.proofs) - recomputed} proved" + (f", {recomputed} recomputed from all tokens" if recomputed else "")
-
-
-def _proof_of(prover: Prover, site: AttentionSite) -> AttentionProof | DualChunkProof | Recomputable:
-    """The proof of a site, or the reason why it must be recomputed from all tokens of each request."""
-    try:
-        return prover.prove(site)
-    except Recomputable as reason:
-        return reason
 
 
 def _latents(graph: fx.Graph, facts: Facts) -> int:

@@ -82,18 +82,30 @@ def evaluate_all(
     return values
 
 
-def kind_of(nodes: Sequence[fx.Node]) -> Hashable:
-    """Equal for lists of nodes that do the same with inputs of the same layouts, as in layers that are alike."""
+def layout_text(value: Any) -> str:
+    """Dtype, device, sizes, strides and offset of a tensor; any other value as it prints."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return f"{value.dtype} {value.device} {value.shape} {value.stride()} {value.storage_offset()}"
+
+
+def kind_of(nodes: Sequence[fx.Node], told: Mapping[fx.Node, Hashable] | None = None) -> Hashable:
+    """Equal for lists of nodes that do the same with inputs of the same layouts, as in layers that are alike.
+
+    Args:
+        told: what counts of some of them, in place of what they do.
+    """
     numbers = {node: f"%{index}" for index, node in enumerate(nodes)}
 
     def named(argument: fx.Node) -> str:
         if argument not in numbers:
-            value = value_of(argument)
-            layout = f"{value.dtype} {value.device} {value.shape} {value.stride()}" if isinstance(value, Tensor) else repr(value)
-            numbers[argument] = f"<{len(numbers)}: {layout}>"
+            numbers[argument] = f"<{len(numbers)}: {layout_text(value_of(argument))}>"
         return numbers[argument]
 
-    return tuple((node.op, node.target, repr(fx.map_arg((node.args, dict(node.kwargs)), named))) for node in nodes)
+    def does(node: fx.Node) -> Hashable:
+        return node.op, node.target, repr(fx.map_arg((node.args, dict(node.kwargs)), named))
+
+    return tuple(told[node] if told is not None and node in told else does(node) for node in nodes)
 
 
 def literals_of(nodes: Sequence[fx.Node]) -> Iterator[float]:

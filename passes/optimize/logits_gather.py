@@ -75,7 +75,7 @@ class GatheredRegion:
         with graph.inserting_before(first):
             leaf = self._count_node(graph)
             for each in self.numbers:
-                new[each] = self._number(each, leaf, _copied)
+                new[each] = self._number(each, leaf, lambda number, args: call_with_value(graph, number.target, *args))
         for each, layout in self.region.frontier.items():
             with graph.inserting_before(min(self.region.users_of(each))):
                 new[each] = call_of_value(graph, self._traced[each], aten.index.Tensor, each, [*[None] * layout.axis, self.rows])
@@ -131,11 +131,6 @@ class GatheredRegion:
             return old is None and new is None
         wanted = symbol(old).subs(self.tokens, symbol(self.count)) if depends_on(old, self.tokens) else symbol(old)
         return bool(wanted == symbol(new))
-
-
-def _copied(number: fx.Node, args: tuple[Any, ...]) -> fx.Node:
-    """Repeats an arithmetic node on other numbers."""
-    return call_with_value(number.graph, number.target, *args)
 
 
 @contextmanager

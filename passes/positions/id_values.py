@@ -17,7 +17,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import depends_on, value_of
+from paged_attn.passes.fx.graph_tools import depends_on, token_dims, value_of
 from paged_attn.passes.fx.memory import writers_of, written_values
 from paged_attn.passes.fx.slicing import ancestors
 from paged_attn.passes.fx.token_data import lookup_of, read_inputs, token_axis
@@ -38,14 +38,16 @@ def check_id_values(graph: fx.Graph, form: CallForm, values: Values) -> None:
     if isinstance(form.num_tokens, int):
         return
     made = _made_of_ids(graph, form)
-    positions = [node for node in graph.nodes if form.roles.get(node) == "position_ids" or _is_batch_positions(node)]
+    counted = {node for each in graph.find_nodes(op="call_function", target=BATCH_POSITIONS) for node in each.all_input_nodes}
+    positions = [node for node in graph.nodes if form.roles.get(node) == "position_ids" or node in counted]
     count = _num_ids(graph, form.input_ids, made)
     generator = torch.Generator().manual_seed(23)
     one, two = (torch.randperm(count, generator=generator) for _ in range(2))
     runs, writers = (one, two, two[: count // 2]), writers_of(graph.nodes)
     live = set(ancestors(output := graph.output_node(), output, writers=writers, through_shapes=False))
     for node in sorted(made):
-        if node in live and _is_shared(node, form) and not _is_constant(node, RowProbe(form, values, node, writers), positions, count):
+        shared = isinstance(value_of(node), Tensor) and not token_dims(node, form.num_tokens)  # one value for all rows of a call
+        if node in live and shared and not _is_constant(node, RowProbe(form, values, node, writers), positions, count):
             raise _refusal(node)
         if isinstance(value_of(node), (tuple, list)) or all(user in made for user in node.users):
             continue  # the values read from it are checked instead
@@ -61,12 +63,6 @@ def _refusal(node: fx.Node) -> UnsupportedError:
         "rows (positions or segments that are counted along input_ids, a token that changes those behind it, the first token of a call). "
         "In a ragged batch those belong to other requests. If it is positions, call the model with position_ids, if it accepts them."
     )
-
-
-def _is_shared(node: fx.Node, form: CallForm) -> bool:
-    """Whether it is one value for all rows of a call."""
-    value = value_of(node)
-    return isinstance(value, Tensor) and not any(depends_on(size, form.num_tokens) for size in value.shape)
 
 
 def _is_constant(node: fx.Node, probe: RowProbe, positions: list[fx.Node], count: int) -> bool:
@@ -145,10 +141,6 @@ def _is_narrow(value: Any, form: CallForm) -> bool:
     if value.dim() - len(fixed) > 1 or not all(isinstance(size, int) for size in fixed):
         return False
     return int(torch.Size(fixed).numel()) <= WIDEST
-
-
-def _is_batch_positions(node: fx.Node) -> bool:
-    return any(user.target is BATCH_POSITIONS for user in node.users)
 
 
 def _num_ids(graph: fx.Graph, ids: fx.Node, made: set[fx.Node]) -> int:

@@ -319,11 +319,9 @@ class _Run:
             shape = [self.tokens if symbolic else 1 for symbolic in (token_axis(node, self.form) == axis for axis in range(value.dim()))]
             return _Values(*(each.view(shape).to(value.device, value.dtype) for each in (ids, other)))
         if isinstance(value, Tensor):  # the model's own tensors are never written
-            return _Values(value.detach().clone(), value.detach().clone()) if self._is_written(node) else _Values(value, value)
+            written = any(node in written_values(user) for user in node.users)
+            return _Values(value.detach().clone(), value.detach().clone()) if written else _Values(value, value)
         return _Values(as_traced(value), as_traced(value))
-
-    def _is_written(self, node: fx.Node) -> bool:
-        return any(node in written_values(user) for user in node.users)
 
     def _logits_rows(self) -> list[int]:
         return [row for row in range(self.tokens) if not self.changes[row]][:3]

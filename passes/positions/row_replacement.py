@@ -65,11 +65,9 @@ class RowReplacement:
         if node.op in ("placeholder", "get_attr") or isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
             return False
         # Probes see only the first rows: slices of a table and counted rows may differ later (a scale that is 1 up to row 8,191).
-        counts_rows = any(self._seed(other) is not None or self._counts(other) for other in self._sliced(node))
+        tensors = [other for other in self._sliced(node) if isinstance(value_of(other), Tensor)]
+        counts_rows = any(self._seed(other) is not None or self.probe.affine(other) is not None for other in tensors)
         return counts_rows or not isinstance(value, Tensor) or not self.probe.is_constant(node)
-
-    def _counts(self, node: fx.Node) -> bool:
-        return isinstance(value_of(node), Tensor) and self.probe.affine(node) is not None
 
     def make(self) -> fx.Node:
         """The value for a ragged row, inserted before the user."""

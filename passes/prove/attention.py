@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.fx.model_facts import least, max_positions
+from paged_attn.passes.fx.slicing import kind_of
 from paged_attn.passes.prove.bias_family import BiasFamily
 from paged_attn.passes.prove.config_claims import check_declared, check_declared_chunks
 from paged_attn.passes.prove.dual_chunk import DualChunkProbe, DualChunkProof, prove_dual_chunk
@@ -134,19 +134,15 @@ class Prover:
 
     def _key(self, probe: SubgraphProbe | ScoreRegion, sinks: fx.Node | None) -> Hashable:
         """Equal for probes that compute the same from equal inputs. Sinks do not count as inputs of a mask."""
-        index = {node: number for number, node in enumerate(probe.nodes)}
-        parts: list[Hashable] = []
+        told: dict[fx.Node, Hashable] = {}
         for node in probe.nodes:
             if node in probe.stops or node in probe.shapes:
-                parts.append((node in probe.stops, str(value_of(node).shape), value_of(node).dtype))
+                told[node] = node in probe.stops, str(value_of(node).shape), value_of(node).dtype
             elif node.op == "placeholder":
                 value = self.values[node]
                 same = self._same_tensor(value) if isinstance(value, Tensor) and node is not sinks else 0
-                parts.append((self.form.roles[node], node is sinks, same))
-            else:
-                args: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"node {index[n]}")
-                parts.append((node.op, str(node.target), repr(args)))
-        return (index[probe.result], *parts)
+                told[node] = self.form.roles[node], node is sinks, same
+        return probe.nodes.index(probe.result), kind_of(probe.nodes, told)
 
     def _same_tensor(self, value: Tensor) -> int:
         """The same number for equal tensors."""

@@ -23,8 +23,9 @@ from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import shape_at, shape_of, value_of
 from paged_attn.passes.fx.memory import is_written
 from paged_attn.passes.fx.row_layout import MISFITS, with_tokens
-from paged_attn.passes.fx.slicing import ancestors, evaluate_all, operation_limit
+from paged_attn.passes.fx.slicing import ancestors, evaluate_all, kind_of, layout_text, operation_limit
 from paged_attn.passes.prove.attention import AttentionProof
+from paged_attn.passes.prove.score_subgraph import zeros_for
 
 TOKENS = 5  # in each probe
 DIGIT = 128  # distinct numbers are probed one digit at a time: integers up to this are exact in every floating-point dtype
@@ -174,20 +175,19 @@ class _Probe:
 
     def key(self) -> Hashable:
         """Equal for sites whose keys and values are made in the same way."""
-        index = {node: number for number, node in enumerate(self.nodes)}
         given = {node: number for number, node in enumerate([self.found.latent, *self.owned, *self.rows])}
-        parts: list[Hashable] = [index[self.site.key], index[self.site.value]]
-        for node in self.nodes:
-            if node in given or node.op == "placeholder":
-                parts.append((given.get(node), self.form.roles.get(node), _layout(node) if node in given else str(value_of(node))))
-            else:
-                args: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"node {index[n]}" if n in index else str(shape_of(n)))
-                parts.append((node.op, str(node.target), repr(args)))
-        return tuple(parts)
+        # Trap: with strides. Of weights that lie otherwise in memory, other views are the rows.
+        told = {
+            node: (given.get(node), self.form.roles.get(node), layout_text(value_of(node)))
+            for node in self.nodes
+            if node in given or node.op == "placeholder"
+        }
+        return self.nodes.index(self.site.key), self.nodes.index(self.site.value), kind_of(self.nodes, told)
 
     def maps(self) -> LatentMaps:
         one_hot = F.one_hot(self.columns, self.found.rank).double()
-        added = self._sources(0 * one_hot) if self._has_biases else None
+        biased = any(len(product.owned) > 1 for product in self.found.products)
+        added = self._sources(0 * one_hot) if biased else None
         biases = [] if added is None else [n for n in range(len(self.owned)) if any(self._is_of(n, each).any() for each in added)]
         key, value = self._sources(one_hot, biases)
         shared = 0, 0
@@ -218,10 +218,6 @@ class _Probe:
             bias = self._weight_rows(added[1][..., :value_dim], f"values {order}", torch.zeros_like(self.columns), 1)
         keys, values = (self._weight_rows(each, f"{what} {order}", self.columns) for each, what in ((key, "keys"), (value, "values")))
         return LatentMaps(keys, values, bias, plain, shared, value_dim)
-
-    @property
-    def _has_biases(self) -> bool:
-        return any(len(product.owned) > 1 for product in self.found.products)
 
     def _is_of(self, number: int, sources: Tensor) -> Tensor:
         inside: Tensor = (sources >= self.starts[number]) & (sources < self.starts[number + 1])
@@ -308,26 +304,17 @@ class _Probe:
         Args:
             given: the site's rows [T, width] and weights, of any shape.
         """
-        values: dict[fx.Node, Any] = {}
+        values, tokens = dict[fx.Node, Any](), self.form.num_tokens
         for node, numbers in given.items():
-            values[node] = numbers.reshape(shape_at(node, self.form.num_tokens, TOKENS)).to(value_of(node).device)
+            values[node] = numbers.reshape(shape_at(node, tokens, TOKENS)).to(value_of(node).device)
         for node in self.nodes:
             for other in (node, *node.all_input_nodes) if node not in values else ():
                 if other not in self.nodes or self.form.roles.get(other) == "tokens":  # of which only the size is read
-                    values[other] = self._of_size(value_of(other))
+                    of_size = isinstance(value_of(other), Tensor)
+                    values[other] = zeros_for(other, self.form, TOKENS) if of_size else with_tokens(value_of(other), tokens, TOKENS)
         found = evaluate_all(self.nodes, values)
         key, value = (found[operand][0].cpu().double() for operand in (self.site.key, self.site.value))
         return key, value
-
-    def _of_size(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return torch.zeros([int(with_tokens(size, self.form.num_tokens, TOKENS)) for size in value.shape], device=value.device)
-        return with_tokens(value, self.form.num_tokens, TOKENS)
-
-
-def _layout(node: fx.Node) -> str:
-    """Trap: with its strides. Of weights that lie otherwise in memory, other views are the rows."""
-    return f"{shape_of(node)} {value_of(node).stride()}"
 
 
 def _one_part(wanted: Tensor, differs: str, pieces: str) -> tuple[int, int]:

@@ -43,8 +43,11 @@ def hides_later_tokens(probe: MaskProbe) -> bool:
 
 
 def _is_causal(masks: list[Tensor]) -> bool:
+    """Whether the longest, of which the others are the first rows and columns, hides all that is ahead of a row."""
     longest = masks[-1]
-    return all(_sees_nothing_ahead(mask) and torch.equal(mask, longest[:, : len(mask[0]), : len(mask[0])]) for mask in masks)
+    ahead = torch.ones(longest.shape[1:], dtype=torch.bool, device=longest.device).triu(1)
+    beginnings = all(torch.equal(mask, longest[:, : len(mask[0]), : len(mask[0])]) for mask in masks)
+    return beginnings and bool((longest[:, ahead] <= HIDES).all())
 
 
 def _rows_of(probe: MaskProbe, length: int, scale: Sequence[int] | None) -> Tensor:
@@ -57,8 +60,3 @@ def _rows_of(probe: MaskProbe, length: int, scale: Sequence[int] | None) -> Tens
         raise UnsupportedError(f"{probe.where}: its mask has shape {list(mask.shape)}")
     mask = torch.where(mask, 0.0, HIDES) if mask.dtype == torch.bool else mask.double().nan_to_num(neginf=HIDES).clamp(min=HIDES)
     return mask.expand(*mask.shape[:-2], length, length).reshape(-1, length, length)
-
-
-def _sees_nothing_ahead(mask: Tensor) -> bool:
-    ahead = torch.ones(mask.shape[1:], dtype=torch.bool, device=mask.device).triu(1)
-    return bool((mask[:, ahead] <= HIDES).all())

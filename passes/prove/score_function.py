@@ -284,7 +284,8 @@ class ScoreRegion:
         if self.scores.of_weights:
             return
         needed, _ = needed_for_values(self.scores.weights, self.scores.output, (self.scores.softmax,))
-        after = [node for node in needed if node not in before and not _is_inactive_dropout(node)]
+        inactive = {node for node in needed if name_of(node) == "dropout" and argument_of(node, 2, "training") is False}
+        after = [node for node in needed if node not in before | inactive]
         owned = {node: value for node in after if isinstance(value := self.given.get(node), Tensor)}
         if numbers := [*hidden_numbers(after, owned), *map(str, scaled_numbers(after))]:
             raise self.refusal(f"operations on its weights after the softmax hold {', '.join(numbers)}, which may start to matter later")
@@ -318,10 +319,6 @@ class ScoreRegion:
             "LLM(model) runs a module that returns one row per token as it is, on all tokens; otherwise run the model without paged_attn, "
             "or report it.",
         )
-
-
-def _is_inactive_dropout(node: fx.Node) -> bool:
-    return name_of(node) == "dropout" and argument_of(node, 2, "training") is False
 
 
 def _from_diagonal(scores: FloatArray) -> FloatArray:

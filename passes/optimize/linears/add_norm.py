@@ -165,7 +165,8 @@ def _rewrite(graph: fx.Graph, site: _Site, eps: float, offset: float, results: d
     residual, given = site.added.args
     readers = {user for each in site.shown for user in each.users} - {*site.shown}
     keep = readers != {site.linear}
-    arguments = (given, residual, site.scale, eps, offset, *_weights(site.linear), keep)
+    _, weight, bias = (*site.linear.args, None)[:3]
+    arguments = (given, residual, site.scale, eps, offset, weight, bias, keep)
     kind = (repr([sizes_of(each) for each in (given, site.linear)]), value_of(site.added).dtype, keep)
     with graph.inserting_after(site.added):
         if kind in results:
@@ -181,11 +182,6 @@ def _rewrite(graph: fx.Graph, site: _Site, eps: float, offset: float, results: d
                 part = call_with_value(graph, torch.squeeze, part, 0)
         keep_name(part, old)
         old.replace_all_uses_with(part, delete_user_cb=lambda user: user is not fused)
-
-
-def _weights(linear: fx.Node) -> tuple[Any, Any]:
-    _, weight, *bias = linear.args
-    return weight, bias[0] if bias else None
 
 
 def _formula(site: _Site) -> tuple[float, float] | None:

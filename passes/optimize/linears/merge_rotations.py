@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import SymInt, Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import call_of_value, keep_name, op_name, shape_at, shape_of, size_at, sizes_of, symbol, value_of
+from paged_attn.passes.fx.graph_tools import call_of_value, keep_name, op_name, shape_at, shape_of, sizes_of, symbol, value_of
 from paged_attn.passes.fx.memory import bases_of, is_written, remove_dead_code, writes_in_place
-from paged_attn.passes.fx.row_layout import MISFITS
+from paged_attn.passes.fx.row_layout import MISFITS, with_tokens
 from paged_attn.passes.fx.slicing import evaluate_all, kind_of
 from paged_attn.passes.optimize.linears.sliced_values import SlicedValues
 from paged_attn.passes.optimize.row_region import is_moving
@@ -267,7 +267,7 @@ def _gives_the_same(twins: _Twins, merged: list[fx.Node], outside: set[fx.Node],
     given: dict[fx.Node, Any] = {}
     for node in outside:
         value = value_of(node)
-        given[node] = random(shape_at(node, tokens, _TOKENS), value) if isinstance(value, Tensor) else _number(value, tokens)
+        given[node] = random(shape_at(node, tokens, _TOKENS), value) if isinstance(value, Tensor) else with_tokens(value, tokens, _TOKENS)
     given |= {node: given[same] for node, same in twins.repeated.items() if same in given}
     part, length = value_of(twins.first.node), twins.first.length
     both = random([*shape_at(twins.first.node, tokens, _TOKENS)[:-1], width], part)
@@ -283,7 +283,3 @@ def _gives_the_same(twins: _Twins, merged: list[fx.Node], outside: set[fx.Node],
 def _sizes(node: fx.Node) -> tuple[Any, ...]:
     value = value_of(node)
     return sizes_of(node) if isinstance(value, Tensor) else (value,) if isinstance(value, SymInt) else ()
-
-
-def _number(value: Any, tokens: Any) -> Any:
-    return size_at(value, tokens, _TOKENS) if isinstance(value, SymInt) else value

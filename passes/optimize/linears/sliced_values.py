@@ -15,6 +15,7 @@ from torch._ops import HigherOrderOperator
 from paged_attn.attn_ops.ops.define import overloads_of
 from paged_attn.passes.fx.graph_tools import call, reached, value_of
 from paged_attn.passes.fx.memory import bases_of, writes_in_place
+from paged_attn.passes.fx.slicing import kind_of, layout_text
 
 _ANY_STRIDES = ("aten", "prims", "paged_attn")
 _PYTORCH = ("torch", "_operator", "builtins", "math")
@@ -34,7 +35,8 @@ class SlicedValues:
         A foreign kernel may assume that its memory is dense.
         """
         views = _views_of(node)
-        kind = (_layout(value_of(node)), _kind(node, views), tuple(_use(user) for view in (node, *views) for user in view.users))
+        uses = tuple(_use(user) for view in (node, *views) for user in view.users)
+        kind = (layout_text(value_of(node)), kind_of([node, *views], {node: ""}), uses)
         if kind not in self._takes:
             self._takes[kind] = _takes_slices(node, views)
         return self._takes[kind]
@@ -55,14 +57,14 @@ class SlicedValues:
             RuntimeError, ValueError: a view is impossible with these strides.
         """
         views = _views_of(node)
-        kind = (_layout(value), _kind(node, views))
+        kind = (layout_text(value), kind_of([node, *views], {node: ""}))
         if kind not in self._values:
             self._values[kind] = _values_of(node, value, views)
         return dict(zip(views, self._values[kind], strict=True))
 
     def of_product(self, given: Tensor, owned: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """The example values of `F.linear(given, *owned)` and of its slices of these sizes; also shared between layers."""
-        kind = (_layout(given), tuple(map(_layout, owned)), tuple(sizes))
+        kind = (layout_text(given), tuple(map(layout_text, owned)), tuple(sizes))
         if kind not in self._values:
             with enable_python_dispatcher():  # needed by composite operations on symbolic sizes (torch 2.11)
                 product = F.linear(given, *owned)
@@ -97,24 +99,8 @@ def _values_of(node: fx.Node, value: Tensor, views: list[fx.Node]) -> list[Any]:
     return [found[view] for view in views]
 
 
-def _kind(node: fx.Node, views: list[fx.Node]) -> Hashable:
-    """Equal for views that compute the same from `node`, judged by shapes, strides and dtypes."""
-    numbers = {view: index for index, view in enumerate((node, *views))}
-
-    def text_of(argument: fx.Node) -> Any:
-        return f"%{numbers[argument]}" if argument in numbers else f"<{_layout(value_of(argument))}>"
-
-    return tuple((*_use(view), repr(fx.map_arg((view.args, dict(view.kwargs)), text_of))) for view in views)
-
-
 def _use(node: fx.Node) -> tuple[Any, ...]:
     return node.op, node.target if node.op in ("call_function", "call_method") else None
-
-
-def _layout(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return f"{value.dtype} {value.device} {value.shape} {value.stride()} {value.storage_offset()}"
 
 
 def _evaluate(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
