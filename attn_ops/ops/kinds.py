@@ -73,6 +73,7 @@ KINDS = (
     OpKind(LORA, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(LORA_UP, splits=False, in_full_graphs=True, on_disk=True),
 )
+SPLITTING = frozenset(kind.op for kind in KINDS if kind.splits)
 # Ops of layers with recurrent state: a graph with only these can be served without attention.
 SCANS = (SHORT_CONV, GATED_DELTA_RULE, GATED_DELTA_NET, KDA, LINEAR_ATTENTION, MAMBA2_SCAN, MAMBA1_SCAN, CHANNEL_SCAN)
 WITH_STATE = (RECURRENT_LAYER, *SCANS)

@@ -42,13 +42,30 @@ class Wave:
     targets: Tensor
 
 
+class _Part:
+    """One of the tensors of a table of `Extends`."""
+
+    def __init__(self, make: Callable[..., Arrays], index: int) -> None:
+        self._make, self._index = make, index
+
+    def __get__(self, extends: Extends, owner: object) -> Tensor:
+        return extends._table(self._make)[self._index]
+
+
 @dataclass(frozen=True)
 class Extends:
-    """Requests with several new tokens or with their first one: rows `starts[i]` to `starts[i] + lengths[i]` continue the state in
+    """E requests with several new tokens or with their first one: rows `starts[i]` to `starts[i] + lengths[i]` continue the state in
     `slots[i]`, or begin a new one if `fresh[i]`. At least one request. States that `checkpoints[i]` names are kept on the way.
 
     What kernels read of them on the device is a table. One that is read for the first time is copied then, while the device may wait for
     it, and becomes `wanted`; `place` copies all tables that were wanted in earlier steps, together.
+
+    Attributes:
+        rows, owners: [N] int64: every row of these requests, in order, and its request.
+        segments_on_device: [2, E] int64: each request's first segment, and how many it has.
+        ends, targets: [S] int64: the row past each segment, and the slot for the state after it.
+        slots_on_device, starts_on_device: [E] int64.
+        continues: [E] bool: whether there is a state in the slot.
     """
 
     starts: Sequence[int]
@@ -80,57 +97,28 @@ class Extends:
         """The requests cut at their checkpoints."""
         return StateSegments.of(self.starts, self.lengths, self.slots, self.checkpoints)
 
-    @property
-    def rows(self) -> Tensor:
-        """[N] int64: every row of these requests, in order."""
-        return self._table(Extends._make_rows)[0]
-
-    @property
-    def owners(self) -> Tensor:
-        """[N] int64: the request of every row."""
-        return self._table(Extends._make_rows)[1]
-
     def _make_rows(self) -> Arrays:
         lengths, starts = np.array(self.lengths), np.array(self.starts)
         owners, before = np.arange(len(lengths)).repeat(lengths), np.add.accumulate(lengths) - lengths
         return np.arange(len(owners)) + (starts - before)[owners], owners
 
-    @property
-    def segments_on_device(self) -> Tensor:
-        """[2, E] int64: each request's first segment, and how many it has."""
-        return self._table(Extends._make_segments)[0]
-
-    @property
-    def ends(self) -> Tensor:
-        """[S] int64: the row past each segment."""
-        return self._table(Extends._make_segments)[1]
-
-    @property
-    def targets(self) -> Tensor:
-        """[S] int64: the slots for the states after the segments."""
-        return self._table(Extends._make_segments)[2]
+    rows = _Part(_make_rows, 0)
+    owners = _Part(_make_rows, 1)
 
     def _make_segments(self) -> Arrays:
         segments = self.segments
         return segments.by_request(np.ones_like(segments.lengths)), segments.starts + segments.lengths, segments.slots
 
-    @property
-    def slots_on_device(self) -> Tensor:
-        """[E] int64."""
-        return self._table(Extends._make_states)[0]
-
-    @property
-    def continues(self) -> Tensor:
-        """[E] bool: whether there is a state in the slot."""
-        return self._table(Extends._make_states)[1]
-
-    @property
-    def starts_on_device(self) -> Tensor:
-        """[E] int64."""
-        return self._table(Extends._make_states)[2]
+    segments_on_device = _Part(_make_segments, 0)
+    ends = _Part(_make_segments, 1)
+    targets = _Part(_make_segments, 2)
 
     def _make_states(self) -> Arrays:
         return np.array(self.slots, np.int64), ~np.array(self.fresh, np.bool_), np.array(self.starts, np.int64)
+
+    slots_on_device = _Part(_make_states, 0)
+    continues = _Part(_make_states, 1)
+    starts_on_device = _Part(_make_states, 2)
 
     @cached_property
     def waves(self) -> Sequence[Wave]:

@@ -12,7 +12,7 @@ from paged_attn.backends.devices import device_word
 from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.host_memory.deliver_kernel import deliver_numbers
 from paged_attn.backends.host_memory.held import HeldMemory
-from paged_attn.backends.machine import early_start
+from paged_attn.backends.machine import machine_of
 
 BLOCK = 512
 MOST_BYTES = 16 << 10
@@ -34,11 +34,10 @@ def deliver(tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
     """Write each tensor to `hosts`, pinned, of the same shapes and dtypes. The host may read them once an event that is recorded next has
     passed; until then, hand them to `hold`."""
     for tensor, host in zip(tensors, hosts, strict=True):
-        options, count = early_start(tensor.device), tensor.numel()
-        early = options.pop("EARLY")
+        early, count = machine_of(tensor.device).early, tensor.numel()
         _deliver(
             (tensor.dtype, early), (triton.cdiv(count, BLOCK), 1), (tensor, host, count), {"BLOCK": BLOCK, "EARLY": early},
-            {"num_warps": 4, **options}, device_index(tensor.device),
+            {"num_warps": 4, "launch_pdl": early}, device_index(tensor.device),
         )  # fmt: skip
 
 

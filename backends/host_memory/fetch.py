@@ -16,7 +16,7 @@ from paged_attn.backends.compiling.compile_ahead import is_compiling_ahead
 from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.host_memory.fetch_kernel import fetch_step
 from paged_attn.backends.host_memory.held import HeldMemory
-from paged_attn.backends.machine import early_start
+from paged_attn.backends.machine import machine_of
 
 BLOCK = 512
 MOST_BYTES = 256 << 10  # more takes a copy engine less time, and steps that need more take longer to run
@@ -54,13 +54,12 @@ def _launch(memory: Tensor, into: Tensor, tokens: Tensor, num_ids: int, tables: 
     words = memory.numel() if tables is None else tables.start // 2
     start, distance, requests, width, table_into = tables or _no_tables(into.device)
     of_words, of_table = triton.cdiv(words, BLOCK), triton.cdiv(requests * width, BLOCK)
-    options = early_start(into.device, from_host)
-    early = options.pop("EARLY")
+    early = from_host and machine_of(into.device).early
     _fetch(
         (BLOCK, early), (of_words + of_table * len(table_into), 1),
         (memory, into, table_into, tokens, words, num_ids, start, distance, requests, width, table_into.stride(0),
          table_into.stride(1), of_words, max(of_table, 1)),
-        {"BLOCK": BLOCK, "EARLY": early}, {"num_warps": 4, **options}, device,
+        {"BLOCK": BLOCK, "EARLY": early}, {"num_warps": 4, "launch_pdl": early}, device,
     )  # fmt: skip
     if device >= 0 and from_host:
         _read.hold_in_use(memory, device)

@@ -9,9 +9,9 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from paged_attn.attn_ops.ops.define import overloads_of
-from paged_attn.attn_ops.ops.kinds import KINDS
+from paged_attn.attn_ops.ops.kinds import SPLITTING
 
-_split_ops: set[OpOverload] = {kind.op for kind in KINDS if kind.splits}
+_split_ops: set[OpOverload] = set(SPLITTING)
 
 
 def register_split_op(op: OpOverload) -> None:

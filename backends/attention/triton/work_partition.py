@@ -16,7 +16,7 @@ from paged_attn.backends.attention.triton.plan_kernels import WORK_COLUMNS, coun
 from paged_attn.backends.attention.triton.tiling import RowsKind, Tiling
 from paged_attn.backends.attention.triton.together.plan_kernels import count_together
 from paged_attn.backends.fast_launch import FastKernel, device_index
-from paged_attn.backends.machine import early_start, power_of_2
+from paged_attn.backends.machine import machine_of, power_of_2
 
 _count, _count_shared, _deal = FastKernel(count_units), FastKernel(count_together), FastKernel(deal_work)
 _deal_decodes = FastKernel(deal_decodes)
@@ -172,13 +172,12 @@ def _deal_pair(pair: Sequence[WorkPartition], batch: Batch) -> None:
     first, last, device = pair[0], pair[-1], batch.slots.device
     requests, programs = first.requests, max(each.programs for each in pair)
     block_r = 16 if requests <= 16 else 256  # only two kernels to compile
-    options = early_start(device)
-    early = options.pop("EARLY")
+    early = machine_of(device).early
     _deal_decodes(
         (first.kind.chunks, block_r, early), (_ceil(programs + 1, 16), len(pair)),
         (batch.seq_lens, batch.query_start, requests, *first._for_decodes(), *last._for_decodes()),
         {"CHUNKS": first.kind.chunks, "BLOCK_P": 16, "BLOCK_R": block_r, "EARLY": early},
-        {"num_warps": 1 if block_r == 16 else 4, **options}, device_index(device),
+        {"num_warps": 1 if block_r == 16 else 4, "launch_pdl": early}, device_index(device),
     )  # fmt: skip
 
 

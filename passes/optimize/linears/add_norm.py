@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from paged_attn.attn_ops.ops.kinds import KINDS
+from paged_attn.attn_ops.ops.kinds import SPLITTING
 from paged_attn.attn_ops.ops.linears.add_norm import ADD_NORM, ADD_NORM_LINEAR, rms_norm
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.passes.fx.call_form import CallForm
@@ -29,7 +29,6 @@ from paged_attn.passes.fx.slicing import evaluate, kind_of, literals_of
 _OPERATIONS = set("""
     to float half bfloat16 double type type_as pow square mul mean add rsqrt sqrt reciprocal div truediv rms_norm contiguous detach
 """.split())  # fmt: skip
-_SPLITTING = {kind.op for kind in KINDS if kind.splits}
 _MOST_NODES = 20
 _MOST_EPS = 1e-2
 _ROUNDINGS = 8  # allowed error of a number, in roundings of its dtype
@@ -140,7 +139,7 @@ def _is_in_one_piece(site: _Site) -> bool:
     """Whether no op that splits the graph stands between sum and product, and both terms are in memory before the sum."""
     node = site.added
     while node is not site.linear:
-        if node.target in _SPLITTING:
+        if node.target in SPLITTING:
             return False
         node = node.next
     return all(_is_stored(each, site.added) for each in site.added.args)
@@ -156,7 +155,7 @@ def _is_stored(term: Any, added: fx.Node) -> bool:
         return False
     node = added
     while not made and node is not base and node.op != "root":
-        made, node = node.target in _SPLITTING, node.prev
+        made, node = node.target in SPLITTING, node.prev
     return made
 
 
