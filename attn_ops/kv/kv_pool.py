@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch import Tensor
 from paged_attn.attn_ops.kv.layer_groups import LayerGroup, page_bytes_ratio
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
+
+Made = TypeVar("Made")
 
 
 class KVPool:
@@ -141,3 +144,15 @@ def _check_shared(layers: Sequence[AttentionSpec], index: int) -> None:
     mine, theirs = ((s.num_kv_heads, s.qk_head_dim, s.v_head_dim) for s in (spec, owner))
     if mine != theirs:
         raise ValueError(f"{where} expects KV heads, qk and v dims {mine}, but layer {spec.kv_layer}, whose KV it reads, has {theirs}")
+
+
+def once_per_pool(make: Callable[[KVPool], Made]) -> Callable[[KVPool], Made]:
+    """A function that calls `make` once for each pool, and keeps the result, which must not hold the pool, while the pool lives."""
+    made: WeakKeyDictionary[KVPool, Made] = WeakKeyDictionary()
+
+    def get(pool: KVPool) -> Made:
+        if pool not in made:
+            made[pool] = make(pool)
+        return made[pool]
+
+    return get

@@ -93,11 +93,7 @@ class AttentionSpec:
         dims = f"dim {self.qk_head_dim}"
         if self.v_head_dim != self.qk_head_dim:
             dims += f"/{self.v_head_dim}"
-        words = [
-            f"{self.num_q_heads} heads over {self.num_kv_heads} KV",
-            dims,
-            "causal" if self.causal else "bidirectional",
-        ]
+        words = [f"{self.num_q_heads} heads over {self.num_kv_heads} KV", dims, "causal" if self.causal else "bidirectional"]
         limits = (("window", self.sliding_window), ("window ahead", self.window_ahead), ("chunk", self.chunk), ("softcap", self.softcap))
         words += [f"{word} {value:g}" for word, value in limits if value is not None]
         words += [f"{self.chunk_part} chunks"] * (self.chunk_part != "intra")

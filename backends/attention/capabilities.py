@@ -10,7 +10,7 @@ import torch
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
-from paged_attn.backends.needs import Needs, names_of, short_dtype, wrong_device
+from paged_attn.backends.needs import Needs, names_of, short_dtype, unmet_needs
 
 
 class Feature(enum.Enum):
@@ -159,15 +159,11 @@ def unmet(capabilities: Capabilities, problem: Problem) -> list[str]:
     Packages are not checked: see `packages.unmet_requirement`.
     """
     spec, features = problem.spec, problem.features
-    reasons = list(filter(None, [wrong_device(capabilities, problem.device, problem.architecture)]))
+    reasons = unmet_needs(capabilities, problem.dtype, problem.device, problem.architecture)
     if missing := problem.phases - capabilities.phases:
         reasons.append(f"serves {names_of(capabilities.phases) or 'no phase'}, not {names_of(missing)}")
-    for what, dtype, allowed_dtypes in (
-        ("dtype", problem.dtype, capabilities.dtypes),
-        ("KV dtype", problem.kv_dtype, capabilities.kv_dtypes),
-    ):
-        if dtype not in allowed_dtypes:
-            reasons.append(f"{what} {short_dtype(dtype)} is not among {names_of(short_dtype(d) for d in allowed_dtypes)}")
+    if problem.kv_dtype not in capabilities.kv_dtypes:
+        reasons.append(f"KV dtype {short_dtype(problem.kv_dtype)} is not among {names_of(map(short_dtype, capabilities.kv_dtypes))}")
     dims, head_dims = (spec.qk_head_dim, spec.v_head_dim), capabilities.head_dims
     latent: tuple[tuple[str, int, Sizes], ...] = ()
     if isinstance(spec, LatentSpec) and capabilities.latent_dims is not None:

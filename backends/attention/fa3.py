@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
-from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.kv.kv_pool import KVPool, once_per_pool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall, StoringBackend
@@ -82,16 +81,11 @@ class FA3Backend(StoringBackend):
         with importing(self.name, "sgl_kernel with FlashAttention 3", *self.capabilities.requirements):
             import sgl_kernel.flash_attn  # noqa: F401 (it registers the op)
         self._forward = torch.ops.sgl_kernel.fwd.default
-        self._layers: WeakKeyDictionary[KVPool, list[Layer]] = WeakKeyDictionary()
         self._zeros: list[Tensor] = []  # the last is in use; captured graphs may still use the others
 
     def plan(self, batch: Batch, pool: KVPool) -> FA3Plan:
-        layers = self._layers.get(pool)
-        if layers is None:
-            check_pool(pool, self.name)
-            layers = self._layers[pool] = [self._layer(pool, index, spec) for index, spec in enumerate(pool.layers)]
         left_pad = self._zeros_for(batch) if pool.page_size >= SMALLEST_KEY_BLOCK else None
-        return FA3Plan(batch, pool, layers, max(batch.query_lens_host, default=0), left_pad)
+        return FA3Plan(batch, pool, _layers(pool), max(batch.query_lens_host, default=0), left_pad)
 
     def forward_extend(self, plan: FA3Plan, call: AttentionCall) -> None:
         batch, layer, sinks = plan.batch, plan.layers[call.layer_id], call.sinks
@@ -115,18 +109,25 @@ class FA3Backend(StoringBackend):
         if not in_place or late_sinks is not None or call.lse_out is not None:
             finish(call, None if in_place else output, lse.t(), batch.num_tokens, late_sinks)
 
-    def _layer(self, pool: KVPool, index: int, spec: AttentionSpec) -> Layer:
-        left, right = window_of(spec)
-        chunk = spec.chunk or 0
-        rotary_interleaved, metadata, splits, pack_gqa, sm_margin = True, None, 0, None, 0
-        settings = (
-            spec.scale, spec.causal, left, right, chunk, spec.softcap or 0.0, rotary_interleaved, metadata, splits, pack_gqa, sm_margin,
-        )  # fmt: skip
-        rank = spec.rank if isinstance(spec, LatentSpec) else 0
-        return Layer(pool.key(index)[..., rank:], pool.value(index), settings, rank)
-
     def _zeros_for(self, batch: Batch) -> Tensor:
         """[R] int32 zeros; reused between steps, since a captured graph keeps the address."""
         if not self._zeros or self._zeros[-1].shape[0] < batch.num_requests or self._zeros[-1].device != batch.seq_lens.device:
             self._zeros.append(batch.seq_lens.new_zeros(max(256, 2 * batch.num_requests)))
         return self._zeros[-1][: batch.num_requests]
+
+
+@once_per_pool
+def _layers(pool: KVPool) -> list[Layer]:
+    check_pool(pool, FA3Backend.name)
+    return [_layer(pool, index, spec) for index, spec in enumerate(pool.layers)]
+
+
+def _layer(pool: KVPool, index: int, spec: AttentionSpec) -> Layer:
+    left, right = window_of(spec)
+    chunk = spec.chunk or 0
+    rotary_interleaved, metadata, splits, pack_gqa, sm_margin = True, None, 0, None, 0
+    settings = (
+        spec.scale, spec.causal, left, right, chunk, spec.softcap or 0.0, rotary_interleaved, metadata, splits, pack_gqa, sm_margin,
+    )  # fmt: skip
+    rank = spec.rank if isinstance(spec, LatentSpec) else 0
+    return Layer(pool.key(index)[..., rank:], pool.value(index), settings, rank)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.install_line import install_line
-from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.kv.kv_pool import KVPool, once_per_pool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionCall, StoringBackend, slopes_of
 from paged_attn.backends.attention.capabilities import DECODE_GRAPHS, Capabilities, Feature, Span
@@ -65,17 +64,13 @@ class FlashAttnBackend(StoringBackend):
         with importing(self.name, "flash-attn 2.7 or newer", *self.capabilities.requirements):
             from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
         self._varlen, self._decode = flash_attn_varlen_func, flash_attn_with_kvcache
-        self._layers: WeakKeyDictionary[KVPool, list[Layer]] = WeakKeyDictionary()
 
     def plan(self, batch: Batch, pool: KVPool) -> FlashAttnPlan:
-        layers = self._layers.get(pool)
-        if layers is None:
-            layers = self._layers[pool] = [_layer(pool, index, spec) for index, spec in enumerate(pool.layers)]
         longest_query = max(batch.query_lens_host, default=0)
         # In decode the kernel takes the page table's width as the longest length, which a captured graph may keep.
         width = batch.page_table.shape[1] * pool.page_size
         longest = width if batch.mode is ForwardMode.DECODE else max(batch.seq_lens_host, default=0)
-        return FlashAttnPlan(batch, pool, layers, longest_query, longest)
+        return FlashAttnPlan(batch, pool, _layers(pool), longest_query, longest)
 
     def plan_in_graph(self, plan: FlashAttnPlan) -> None:
         if plan.batch.mode is not ForwardMode.DECODE:
@@ -104,6 +99,11 @@ class FlashAttnBackend(StoringBackend):
     def _finish(self, plan: FlashAttnPlan, call: AttentionCall, output: Tensor, lse: Tensor) -> None:
         wanted = call.sinks is not None or call.lse_out is not None
         finish(call, output, _log_sum_exp(plan, call, lse) if wanted else None, plan.batch.num_tokens, call.sinks)
+
+
+@once_per_pool
+def _layers(pool: KVPool) -> list[Layer]:
+    return [_layer(pool, index, spec) for index, spec in enumerate(pool.layers)]
 
 
 def _layer(pool: KVPool, index: int, spec: AttentionSpec) -> Layer:

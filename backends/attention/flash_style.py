@@ -21,13 +21,9 @@ def window_of(spec: AttentionSpec) -> tuple[int, int]:
 def kernel_takes(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether a kernel that moves 16 bytes at a time can use this [rows, heads, dim] of 16-bit numbers in place."""
     row, head, last = tensor.stride()
-    return last == 1 and row % 8 == 0 and head % 8 == 0 and is_aligned(tensor) and tensor.dtype is dtype
-
-
-def is_aligned(tensor: Tensor) -> bool:
-    """Whether it starts at a multiple of 16 bytes; a fake tensor, which has no address, within its memory."""
+    # A fake tensor has no address, only one within its memory.
     address = tensor.storage_offset() * tensor.itemsize if isinstance(tensor, FakeTensor) else tensor.data_ptr()
-    return address % 16 == 0
+    return last == 1 and row % 8 == 0 and head % 8 == 0 and address % 16 == 0 and tensor.dtype is dtype
 
 
 def check_pool(pool: KVPool, backend: str) -> None:

@@ -38,16 +38,13 @@ class HybridBackend(AttentionBackend):
         super().__init__()
         self.prefill, self.decode = prefill, decode
 
-    def child_for(self, mode: ForwardMode) -> AttentionBackend:
-        return self.decode if mode is ForwardMode.DECODE else self.prefill
-
     def while_compiling_ahead(self) -> HybridBackend:
         left: Any = copy(self)
         left.prefill, left.decode = (each.while_compiling_ahead() for each in (self.prefill, self.decode))
         return left  # type: ignore[no-any-return]
 
     def plan(self, batch: Batch, pool: KVPool) -> HybridPlan:
-        child = self.child_for(batch.mode)
+        child = self.decode if batch.mode is ForwardMode.DECODE else self.prefill
         return HybridPlan(batch, child, child.plan(batch, pool))
 
     def plan_in_graph(self, plan: HybridPlan) -> None:
@@ -122,10 +119,7 @@ def shared_capabilities(prefill: Capabilities, decode: Capabilities) -> Capabili
         head_dims=_shared(prefill.head_dims, decode.head_dims),
         page_sizes=_shared(prefill.page_sizes, decode.page_sizes),
         group_sizes=_shared(prefill.group_sizes, decode.group_sizes),
-        graphs={
-            "extend": prefill.graphs.get("extend", GraphSupport.NEVER),
-            "decode": decode.graphs.get("decode", GraphSupport.NEVER),
-        },
+        graphs={"extend": prefill.graphs.get("extend", GraphSupport.NEVER), "decode": decode.graphs.get("decode", GraphSupport.NEVER)},
         requirements=tuple(requirements),
         note="two backends: prefill, decode",
         phases=phases,

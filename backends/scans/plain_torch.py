@@ -11,9 +11,7 @@ from paged_attn.backends.scans.base import OPS, Kernels, ScansBackend
 class TorchScans(ScansBackend):
     name = "torch"
     needs: ClassVar[Needs] = Needs(
-        devices=frozenset({"cpu", "cuda", "hip", "npu", "xpu"}),
-        dtypes=UP_TO_FLOAT32,
-        note="plain PyTorch, float32 inside",
+        devices=frozenset({"cpu", "cuda", "hip", "npu", "xpu"}), dtypes=UP_TO_FLOAT32, note="plain PyTorch, float32 inside"
     )
     ops = OPS
 

@@ -69,13 +69,7 @@ def select(
     return selection
 
 
-def select_for_pool(
-    name: str,
-    pool: KVPool,
-    dtype: torch.dtype | None = None,
-    *,
-    deterministic: bool = False,
-) -> Selection:
+def select_for_pool(name: str, pool: KVPool, dtype: torch.dtype | None = None, *, deterministic: bool = False) -> Selection:
     """`select` for the layers, page size, KV dtype and device of a pool; `dtype` is the model's (the pool's if None)."""
     where = (dtype or pool.dtype, pool.dtype, pool.page_size, pool.device)
     return select(name, pool.layers, *where, deterministic=deterministic)

@@ -25,7 +25,7 @@ from paged_attn.attn_ops.ops.module import MODULE, MODULE_ON_ALL_TOKENS
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS, REQUEST_LENGTHS
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import LINEARS, as_traced, call, symbol, value_of
+from paged_attn.passes.fx.graph_tools import LINEARS, as_traced, call, reached, symbol, value_of
 from paged_attn.passes.fx.memory import written_values
 from paged_attn.passes.fx.slicing import attribute_of
 from paged_attn.passes.fx.token_data import read_inputs, token_axis
@@ -228,10 +228,7 @@ class _Run:
 
     def refusal(self, moved: fx.Node, by_position: bool) -> MixesRows:
         *_, (_, known) = self._nodes(keep=True)
-        behind = {moved}
-        for node in reversed(self.graph.nodes):
-            if node in behind:
-                behind.update(read_inputs(node))
+        behind = {*reached([moved], read_inputs)}
         first = next(
             (node for node in self.graph.nodes if node in behind and node.op != "placeholder" and self._moves(node, known[node])), moved
         )

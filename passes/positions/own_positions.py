@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
@@ -25,15 +23,9 @@ aten = torch.ops.aten
 PROBED = (0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 4, 5, 6)  # positions of a ragged row: two sequences and the later part of a third
 
 
-class PositionsFound(NamedTuple):
-    """How many values now follow the batch's positions, and how many positions the model has (None: no known limit)."""
-
-    redirected: int
-    max_positions: int | None
-
-
-def use_own_positions(graph: fx.Graph, form: CallForm, values: Values, longest: int | None = None) -> PositionsFound:
-    """Replaces every position that the model counts itself by the batch's, in place.
+def use_own_positions(graph: fx.Graph, form: CallForm, values: Values, longest: int | None) -> tuple[int, int | None]:
+    """Replaces every position that the model counts itself by the batch's, in place. Returns how many values now follow the batch's
+    positions, and how many positions the model has (None: no known limit).
 
     Args:
         longest: the number of positions that the model states.
@@ -52,7 +44,7 @@ def use_own_positions(graph: fx.Graph, form: CallForm, values: Values, longest: 
         if form.positions is None:
             raise CallNotPaged(str(refusal)) from refusal
         raise
-    return PositionsFound(redirected, least(form.max_tokens, _position_limit(graph, form, values, positions)))
+    return redirected, least(form.max_tokens, _position_limit(graph, form, values, positions))
 
 
 def _position_limit(graph: fx.Graph, form: CallForm, values: Values, positions: BatchPositions) -> int | None:

@@ -1,11 +1,11 @@
-"""Where the pool's tensors lie in memory, and which pools are refused."""
+"""Where the pool's tensors lie in memory, which pools are refused, and what is made once for each."""
 
 import dataclasses
 
 import pytest
 import torch
 
-from paged_attn.attn_ops.kv.kv_pool import KVPool, page_elements
+from paged_attn.attn_ops.kv.kv_pool import KVPool, once_per_pool, page_elements
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 
 PAGE_SIZE, NUM_PAGES = 4, 6
@@ -99,3 +99,21 @@ def test_kv_is_shared_with_an_earlier_layer_only(target):
 def test_kv_is_shared_between_equal_shapes_only(change):
     with pytest.raises(ValueError, match=r"layer 1 expects KV heads, qk and v dims .* but layer 0, whose KV it reads, has \(2, 8, 8\)"):
         pool(layers=[LAYERS[0], dataclasses.replace(LAYERS[0], **change)])
+
+
+def test_what_is_made_for_a_pool_is_made_once_and_a_refusal_is_repeated():
+    seen = []
+
+    @once_per_pool
+    def storage_of(given: KVPool) -> int:
+        seen.append(given)
+        if given.page_size != PAGE_SIZE:
+            raise ValueError("refused")
+        return given.storage.data_ptr()
+
+    first, second, refused = pool(), pool(), pool(page_size=2)
+    assert [storage_of(each) for each in (first, second, first)] == [each.storage.data_ptr() for each in (first, second, first)]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="refused"):
+            storage_of(refused)
+    assert list(map(id, seen)) == list(map(id, (first, second, refused, refused)))

@@ -34,12 +34,7 @@ def lora_up_one_by_one(y: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows
 
 
 def _added(
-    y: Tensor,
-    inner_of: Callable[[Tensor, int, torch.dtype], Tensor],
-    b: Tensor,
-    scales: Tensor,
-    slots: Tensor,
-    rows: Sequence[int],
+    y: Tensor, inner_of: Callable[[Tensor, int, torch.dtype], Tensor], b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int]
 ) -> Tensor:
     """`inner_of(rows, adapter, dtype)`: some rows times the adapter's first factors, [rows, P R]."""
     output, rank = y.clone(memory_format=torch.contiguous_format), b.shape[2]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.kv.kv_pool import KVPool, once_per_pool
 from paged_attn.backends.attention.base import AttentionCall, StoringBackend
 from paged_attn.backends.attention.capabilities import DECODE_GRAPHS, LATENTS_ONLY, Capabilities, Feature, OneOf
 from paged_attn.backends.needs import HALF
@@ -46,17 +45,11 @@ class DecodeOnlyBackend(StoringBackend):
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
-        self._checked: WeakSet[KVPool] = WeakSet()
+        self.check_once = once_per_pool(self.check_pool)
 
     @abstractmethod
     def check_pool(self, pool: KVPool) -> None:
         """Raises UnsupportedError for a pool that the kernels cannot read."""
-
-    def check_once(self, pool: KVPool) -> None:
-        """Calls `check_pool` at the first step of each pool."""
-        if pool not in self._checked:
-            self.check_pool(pool)
-            self._checked.add(pool)
 
     def forward_extend(self, plan: Any, call: AttentionCall) -> None:
         """Does nothing for a step without requests.

@@ -8,7 +8,6 @@ share a long prefix attends to it once (see `choose.cascade_pays`), if the batch
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,7 +94,6 @@ class FlashInferBackend(StoringBackend):
         self._prefill, self._cascade = prefill, cascade
         self.wrappers = WrapperPool()
         self._planners: dict[tuple[torch.device, torch.dtype, int], Planner] = {}
-        self._kinds: weakref.WeakKeyDictionary[KVPool, PoolKinds] = weakref.WeakKeyDictionary()
 
     def plan(self, batch: Batch, pool: KVPool) -> Plan:
         """Plans every kind of layer of the pool, for every part of the batch; latents of extending steps are planned on demand.
@@ -103,7 +101,7 @@ class FlashInferBackend(StoringBackend):
         Raises:
             UnsupportedError: a layer or pool that FlashInfer cannot run.
         """
-        plan = Plan(batch, pool, self.kinds(pool), parts_of(batch), self.planner(pool))
+        plan = Plan(batch, pool, kinds_of(pool), parts_of(batch), self.planner(pool))
         for part in range(len(plan.parts)):
             for kind, owns_kv in plan.layers.used:
                 # In an extending step, only some requests may attend to rows of latents; these have a plan of their own.
@@ -140,13 +138,6 @@ class FlashInferBackend(StoringBackend):
         graph.replay()
         """
         return GraphDecode(self, max_requests, max_pages)
-
-    def kinds(self, pool: KVPool) -> PoolKinds:
-        """The kinds of a pool's layers; computed once."""
-        found = self._kinds.get(pool)
-        if found is None:
-            found = self._kinds[pool] = kinds_of(pool)
-        return found
 
     def planner(self, pool: KVPool) -> Planner:
         """The planner for pools of that device, dtype and page size."""
@@ -221,7 +212,7 @@ class GraphDecode(StoringBackend):
         self._check(batch, pool)
         if self.buffers is None:
             self.buffers = GraphBuffers(self._max_requests, self._max_pages, pool.device)
-        plan, planner = GraphPlan(batch, pool, self._parent.kinds(pool)), self._parent.planner(pool)
+        plan, planner = GraphPlan(batch, pool, kinds_of(pool)), self._parent.planner(pool)
         tables = tables_of(batch, Part(0, batch.num_requests, 0, batch.num_requests, True, False), requests=self._max_requests)
         if tables.kv_indices.numel() > self._max_pages:
             raise UnsupportedError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.kv.kv_pool import KVPool, once_per_pool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall
@@ -89,6 +89,7 @@ class PoolKinds:
     used: tuple[tuple[int, bool], ...]
 
 
+@once_per_pool
 def kinds_of(pool: KVPool) -> PoolKinds:
     """Finds the kinds of all layers of a pool.
 

@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.backends.attention.flashinfer.choose import (
-    LATENT_ITEMS,
-    PrefillKernel,
-    latent_items,
-    uses_tensor_cores,
-    workspace_bytes,
-)
+from paged_attn.backends.attention.flashinfer.choose import LATENT_ITEMS, PrefillKernel, latent_items, uses_tensor_cores, workspace_bytes
 from paged_attn.backends.attention.flashinfer.kinds import Kind
 from paged_attn.backends.attention.flashinfer.launches import LatentLaunch, Launch
 from paged_attn.backends.attention.flashinfer.tables import Tables
@@ -76,11 +70,10 @@ class Planner:
             return self._module.BatchPrefillWithRaggedKVCacheWrapper(self._workspace(kind), LAYOUT, backend=kernel)
 
         slot = self._wrappers.take(("ragged", kernel, kind, self._dtype), owner, self._device, make)
-        slot.wrapper.plan(
+        slot.plan(
             tables.qo_indptr, tables.qo_indptr, kind.num_q_heads, kind.num_kv_heads, kind.head_dim,
             causal=kind.causal, **self._common(kind),
         )  # fmt: skip
-        slot.planned()
         return Launch(slot.wrapper, kind, ragged=True, any_strides=kernel == "fa3")
 
     def latent(self, kind: Kind, tables: Tables, owner: object, causal: bool) -> LatentLaunch:
@@ -133,20 +126,18 @@ class Planner:
         return self._module.mla.BatchMLAPagedAttentionWrapper(self._workspace(kind, buffers), backend=kernel, **graph)
 
     def plan_decode(self, slot: Slot, kind: Kind, tables: Tables) -> None:
-        slot.wrapper.plan(
+        slot.plan(
             tables.kv_indptr, tables.kv_indices, tables.last_page_len,
             kind.num_q_heads, kind.num_kv_heads, kind.head_dim, self._page_size,
             seq_lens=tables.seq_lens, **self._common(kind),
         )  # fmt: skip
-        slot.planned()
 
     def plan_prefill(self, slot: Slot, kind: Kind, tables: Tables, causal: bool) -> None:
-        slot.wrapper.plan(
+        slot.plan(
             tables.qo_indptr, tables.kv_indptr, tables.kv_indices, tables.last_page_len,
             kind.num_q_heads, kind.num_kv_heads, kind.head_dim, self._page_size,
             causal=causal, seq_lens=tables.seq_lens, max_token_per_sequence=tables.longest_query, **self._common(kind),
         )  # fmt: skip
-        slot.planned()
 
     def plan_latent(self, slot: Slot, kind: Kind, tables: Tables, causal: bool) -> None:
         """Raises:
@@ -158,12 +149,11 @@ class Planner:
                 f"flashinfer plans at most {LATENT_ITEMS} work items for latents; {sum(lengths)} tokens of {kind.num_q_heads} heads in one "
                 f"step may be {items}: lower max_batch_tokens, or take another backend"
             )
-        slot.wrapper.plan(
+        slot.plan(
             tables.qo_indptr, tables.kv_indptr, tables.kv_indices, tables.seq_lens.as_subclass(Tensor),
             kind.num_q_heads, kind.rank, kind.head_dim - kind.rank, self._page_size,
             causal, kind.scale, self._dtype, self._dtype,
         )  # fmt: skip
-        slot.planned()
 
     def _common(self, kind: Kind) -> dict[str, Any]:
         return {

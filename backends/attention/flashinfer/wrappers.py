@@ -61,8 +61,9 @@ class Slot:
     def give_to(self, owner: object) -> None:
         self._owner = weakref.ref(owner)
 
-    def planned(self) -> None:
-        """Must be called right after the wrapper's plan."""
+    def plan(self, *arguments: Any, **options: Any) -> None:
+        """Calls the wrapper's `plan`, whose copy the next one waits for."""
+        self.wrapper.plan(*arguments, **options)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))  # the stream that FlashInfer copies on
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.kv.kv_pool import KVPool, once_per_pool
 from paged_attn.attn_ops.replaced_entries import replaced_entries
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionCall, StoringBackend, slopes_of
@@ -55,15 +54,8 @@ class FlexBackend(StoringBackend):
         "read a large pool in place; sinks are applied after the kernel; on a CPU it runs uncompiled, to check results",
     )  # fmt: skip
 
-    def __init__(self, *, deterministic: bool = False) -> None:
-        super().__init__(deterministic=deterministic)
-        self._slopes: WeakKeyDictionary[KVPool, list[Tensor | None]] = WeakKeyDictionary()
-
     def plan(self, batch: Batch, pool: KVPool) -> FlexPlan:
-        slopes = self._slopes.get(pool)
-        if slopes is None:
-            slopes = self._slopes[pool] = [slopes_of(spec, pool.device) for spec in pool.layers]
-        return FlexPlan(batch, pool, slopes)
+        return FlexPlan(batch, pool, _slopes(pool))
 
     def plan_in_graph(self, plan: FlexPlan) -> None:
         if not plan.batch.num_requests:
@@ -94,6 +86,11 @@ class FlexBackend(StoringBackend):
                 output, lse = attend(formula, *arguments)
         rows, row_lse = output[0].transpose(0, 1)[tiles.back], None if lse is None else lse[0].t()[tiles.back]
         finish(call, rows, row_lse, plan.batch.num_tokens, call.sinks)
+
+
+@once_per_pool
+def _slopes(pool: KVPool) -> list[Tensor | None]:
+    return [slopes_of(spec, pool.device) for spec in pool.layers]
 
 
 def _kind(spec: AttentionSpec) -> MaskKey:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
-from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.kv.kv_pool import KVPool, once_per_pool
 from paged_attn.attn_ops.specs.attention import AttentionSpec, ChunkPart
 from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
@@ -105,21 +104,16 @@ class LayerKinds:
         return self._launches[by_kind]
 
 
-_known: WeakKeyDictionary[KVPool, LayerKinds] = WeakKeyDictionary()
-
-
+@once_per_pool
 def layer_kinds(pool: KVPool) -> LayerKinds:
-    """Cached, since a plan is made for every step."""
-    if pool not in _known:
-        indices: dict[AttentionSpec, int] = {}
-        by_layer = tuple(
-            {each.chunk_part: indices.setdefault(replace(each, kv_layer=0, module=""), len(indices)) for each in attentions(spec)}
-            for spec in pool.layers
-        )
-        starts = [view(layer).storage_offset() for layer in range(len(by_layer)) for view in (pool.key, pool.value)]
-        aligned = all(elements * pool.dtype.itemsize % 16 == 0 for elements in (*starts, pool.page_elements))
-        _known[pool] = LayerKinds(tuple(indices), by_layer, widest_value(indices), aligned)
-    return _known[pool]
+    indices: dict[AttentionSpec, int] = {}
+    by_layer = tuple(
+        {each.chunk_part: indices.setdefault(replace(each, kv_layer=0, module=""), len(indices)) for each in attentions(spec)}
+        for spec in pool.layers
+    )
+    starts = [view(layer).storage_offset() for layer in range(len(by_layer)) for view in (pool.key, pool.value)]
+    aligned = all(elements * pool.dtype.itemsize % 16 == 0 for elements in (*starts, pool.page_elements))
+    return LayerKinds(tuple(indices), by_layer, widest_value(indices), aligned)
 
 
 def widest_value(specs: Iterable[AttentionSpec]) -> int:

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -253,10 +254,11 @@ def test_a_pool_that_the_kernel_can_not_load_from_is_refused(fa3):
 
 def test_a_pool_is_forgotten_with_its_last_user(fa3):
     backend, case = FA3Backend(), make([(1, 1)], dtype=BF16)
-    backend.plan(case.batch, case.pool)
-    assert len(backend._layers) == 1
-    del case
-    assert len(backend._layers) == 0
+    first, second = (backend.plan(case.batch, case.pool).layers for _ in range(2))
+    assert first is second
+    pool, kept = weakref.ref(case.pool), weakref.ref(first[0].key)
+    del case, first, second
+    assert pool() is None and kept() is None
 
 
 @pytest.mark.parametrize(

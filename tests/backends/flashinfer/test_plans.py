@@ -1,6 +1,7 @@
 """Plans, the wrappers that they own, the tables that they hold, and what is logged before a kernel compiles."""
 
 import logging
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -64,8 +65,8 @@ def test_a_wrapper_is_not_planned_again_before_the_device_has_its_plan(monkeypat
 
     def step():
         plan = Plan()
-        slot = pool.take("key", plan, device, object)
-        slot.planned()
+        slot = pool.take("key", plan, device, Mock)
+        slot.plan()
         return slot
 
     ahead = [step() for _ in range(wrappers.SLOTS)]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes import pass_list, runner
-from paged_attn.passes.positions.own_positions import PositionsFound
 from tests.passes.graphs import Toy, Traced, assert_ragged_equals_alone, ragged_error, rewrite_of, trace
 
 Change = Callable[[Tensor], Tensor]
@@ -87,7 +86,7 @@ def test_positions_are_redirected(name: str) -> None:
 
 @pytest.mark.parametrize("name", POSITIONS)
 def test_without_the_pass_ragged_rows_would_be_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pass_list, "use_own_positions", lambda graph, form, values, longest: PositionsFound(0, None))
+    monkeypatch.setattr(pass_list, "use_own_positions", lambda graph, form, values, longest: (0, None))
     module = changing(POSITIONS[name][0])
     error = trace(module, lambda t: ragged_error(module, runner.rewrite(t.gm, t.args, None), t.args, (5, 24, 13))).result
     assert error > 1e-3
