@@ -42,6 +42,9 @@ class FlashAttnPlan:
     key_starts: Tensor | None = None
 
 
+_layers = once_per_pool(lambda pool: [_layer(pool, index, spec) for index, spec in enumerate(pool.layers)])
+
+
 class FlashAttnBackend(StoringBackend):
     name = "flash_attn"
     capabilities = Capabilities(
@@ -99,11 +102,6 @@ class FlashAttnBackend(StoringBackend):
     def _finish(self, plan: FlashAttnPlan, call: AttentionCall, output: Tensor, lse: Tensor) -> None:
         wanted = call.sinks is not None or call.lse_out is not None
         finish(call, output, _log_sum_exp(plan, call, lse) if wanted else None, plan.batch.num_tokens, call.sinks)
-
-
-@once_per_pool
-def _layers(pool: KVPool) -> list[Layer]:
-    return [_layer(pool, index, spec) for index, spec in enumerate(pool.layers)]
 
 
 def _layer(pool: KVPool, index: int, spec: AttentionSpec) -> Layer:

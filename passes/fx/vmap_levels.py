@@ -27,7 +27,9 @@ class VmapLevels:
     def before(self, node: fx.Node) -> None:
         """Enter the level whose batch dim the node gives to a tensor, and those around it."""
         if node.op == "call_function" and name_of(node) == "_add_batch_dim":
-            self._enter(_level(node.args[2]))
+            while self._entered < _level(node.args[2]):
+                _vmap_increment_nesting(UNKNOWN, "error")
+                self._entered += 1
 
     def after(self, node: fx.Node) -> None:
         """Leave the level whose batch dim the node has taken from a tensor."""
@@ -39,11 +41,6 @@ class VmapLevels:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._leave(0)
-
-    def _enter(self, level: int) -> None:
-        while self._entered < level:
-            _vmap_increment_nesting(UNKNOWN, "error")
-            self._entered += 1
 
     def _leave(self, level: int) -> None:
         while self._entered > level:

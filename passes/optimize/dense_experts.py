@@ -156,7 +156,8 @@ def proved_gating(region: DenseExperts) -> Gating | None:
     if found is None:
         return None
     probes, values = found
-    if not all(_only_chosen_count(value[region.scores], value[region.ids]) for value in values):
+    pairs = [(value[region.scores], value[region.ids]) for value in values]
+    if any(scores.scatter(1, ids, 0.0).any() or not scores.any() for scores, ids in pairs):  # experts that were not chosen count
         return None
     for gating in _candidates(region):
         if all(probe.agrees(gating, value) for probe, value in zip(probes, values, strict=True)):
@@ -186,11 +187,6 @@ def _weights(region: DenseExperts, dtype: torch.dtype | None) -> tuple[Tensor, T
     first = torch.randn(experts, hidden, wide // w2.shape[1] * INNER, generator=numbers) * hidden**-0.5
     second = torch.randn(experts, INNER, hidden, generator=numbers)
     return first.to(w1.device, dtype or w1.dtype), second.to(w2.device, dtype or w2.dtype)
-
-
-def _only_chosen_count(scores: Tensor, ids: Tensor) -> bool:
-    """Whether the scores of all experts that were not chosen are zero."""
-    return not scores.scatter(1, ids, 0.0).any() and bool(scores.any())
 
 
 class _Probe:

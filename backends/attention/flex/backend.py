@@ -27,6 +27,7 @@ from paged_attn.backends.attention.flex.step import Keys, Tiles
 from paged_attn.backends.needs import UP_TO_FLOAT32
 
 MOST_ELEMENTS = 1 << 31  # of the gathered keys or values: the kernels' offsets have 32 bits
+_slopes = once_per_pool(lambda pool: [slopes_of(spec, pool.device) for spec in pool.layers])
 MaskKey = tuple[bool, int | None, int | None]
 
 
@@ -86,11 +87,6 @@ class FlexBackend(StoringBackend):
                 output, lse = attend(formula, *arguments)
         rows, row_lse = output[0].transpose(0, 1)[tiles.back], None if lse is None else lse[0].t()[tiles.back]
         finish(call, rows, row_lse, plan.batch.num_tokens, call.sinks)
-
-
-@once_per_pool
-def _slopes(pool: KVPool) -> list[Tensor | None]:
-    return [slopes_of(spec, pool.device) for spec in pool.layers]
 
 
 def _kind(spec: AttentionSpec) -> MaskKey:

@@ -35,7 +35,7 @@ class SlicedValues:
         A foreign kernel may assume that its memory is dense.
         """
         views = _views_of(node)
-        uses = tuple(_use(user) for view in (node, *views) for user in view.users)
+        uses = tuple((user.op, user.target) for view in (node, *views) for user in view.users)
         kind = (layout_text(value_of(node)), kind_of([node, *views], {node: ""}), uses)
         if kind not in self._takes:
             self._takes[kind] = _takes_slices(node, views)
@@ -97,10 +97,6 @@ def _values_of(node: fx.Node, value: Tensor, views: list[fx.Node]) -> list[Any]:
     for view in views:
         found[view] = _evaluate(view, found)
     return [found[view] for view in views]
-
-
-def _use(node: fx.Node) -> tuple[Any, ...]:
-    return node.op, node.target if node.op in ("call_function", "call_method") else None
 
 
 def _evaluate(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
