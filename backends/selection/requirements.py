@@ -39,6 +39,7 @@ class Requirements:
         *,
         deterministic: bool = False,
     ) -> Requirements:
+        """deterministic: allow only batch-invariant backends."""
         word, architecture = device_word(device), architecture_of(device)
         extra = frozenset({Feature.DETERMINISTIC}) if deterministic else frozenset()
         problems = tuple(Problem(spec, dtype, kv_dtype, page_size, word, architecture, extra) for spec in layers)

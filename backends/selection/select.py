@@ -10,7 +10,6 @@ import torch
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
-from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.capabilities import PHASES, Capabilities, Feature
 from paged_attn.backends.attention.hybrid import DECODE, EXTEND, NOT_DETERMINISTIC, hybrid_of
@@ -43,27 +42,16 @@ class Selection:
         return f"{self.backend.name} ({self.reason})" + (f"; not taken: {others}" if others else "")
 
 
-def select(
-    name: str,
-    layers: Sequence[AttentionSpec],
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    page_size: int,
-    device: torch.device,
-    *,
-    deterministic: bool = False,
-) -> Selection:
+def select(name: str, required: Requirements) -> Selection:
     """Selects the best backend that can run every layer; for "auto" possibly one for prefill and another for decode.
 
     Args:
         name: "auto", a registered name, or two as "fa3,flashinfer": prefill, decode.
-        deterministic: allow only batch-invariant backends.
 
     Raises:
         ValueError: `name` does not have that form, or is not registered.
         UnsupportedError: the named backend, or every backend, cannot run some layer; the message has every reason.
     """
-    required = Requirements.of(layers, dtype, kv_dtype, page_size, device, deterministic=deterministic)
     selection = _automatic(required) if name == "auto" else _by_name(required, name)
     logger.info("attention backend: %s", selection.describe())
     return selection
@@ -72,7 +60,7 @@ def select(
 def select_for_pool(name: str, pool: KVPool, dtype: torch.dtype | None = None, *, deterministic: bool = False) -> Selection:
     """`select` for the layers, page size, KV dtype and device of a pool; `dtype` is the model's (the pool's if None)."""
     where = (dtype or pool.dtype, pool.dtype, pool.page_size, pool.device)
-    return select(name, pool.layers, *where, deterministic=deterministic)
+    return select(name, Requirements.of(pool.layers, *where, deterministic=deterministic))
 
 
 def pick(required: Requirements, order: Order, broken: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:

@@ -26,6 +26,7 @@ from paged_attn.attn_ops.ops.linears.linear import LINEAR, LINEAR_FLOAT32, one_r
 from paged_attn.attn_ops.ops.routing import ROUTE
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
+from paged_attn.backends.selection.requirements import Requirements
 from paged_attn.backends.selection.scans import scans_backend
 from paged_attn.backends.selection.select import select
 from paged_attn.passes.fx.graph_tools import symbol, value_of
@@ -77,10 +78,9 @@ def compile_steps_ahead(
     """
     from paged_attn.backends.compiling.compile_ahead import compiling_ahead, on_fakes
 
+    required = Requirements.of(layers, dtype, dtype, runs_with.page_size, device, deterministic=runs_with.deterministic)
     try:
-        backend = select(
-            runs_with.backend, layers, dtype, dtype, runs_with.page_size, device, deterministic=runs_with.deterministic
-        ).backend
+        backend = select(runs_with.backend, required).backend
     except UnsupportedError:
         return  # reported by the code that runs a step
     ours = all(scans_backend(each.name).compiles_ahead for layer in runs_with.recurrent for each in layer.scans)

@@ -17,6 +17,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool, page_elements
 from paged_attn.attn_ops.kv.layer_groups import LENGTH, LayerGroup
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.selection.requirements import Requirements
 from paged_attn.backends.selection.select import select
 from paged_attn.calling.call_signature import few_ids, takes, token_argument
 from paged_attn.calling.uncompiled import CALL, uncompiled
@@ -149,7 +150,7 @@ def _auto_backend(model: nn.Module, graphs: list[CompiledGraph]) -> tuple[str | 
         return None, "none is needed: no graph is paged"
     dtype = model_dtype(model)
     try:
-        selection = select("auto", specs, dtype, dtype, PAGE_SIZE, model_device(model))
+        selection = select("auto", Requirements.of(specs, dtype, dtype, PAGE_SIZE, model_device(model)))
     except UnsupportedError as error:
         return None, str(error)
     return selection.backend.name, f"{selection.describe()} [what 'auto' picks for page size {PAGE_SIZE}]"

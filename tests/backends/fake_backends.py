@@ -15,6 +15,7 @@ from paged_attn.backends.attention.capabilities import Capabilities, Feature
 from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.needs import Requirement
 from paged_attn.backends.selection import registry, requirements
+from paged_attn.backends.selection.requirements import Requirements
 from paged_attn.backends.selection.select import Selection, select
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -82,7 +83,7 @@ class Machine:
     def take(self, name: str = "auto", spec: AttentionSpec | tuple[AttentionSpec, ...] = SPEC, **settings: Any) -> Selection:
         layers = spec if isinstance(spec, tuple) else (spec,)
         place = {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "page_size": 16, "device": torch.device("cpu")} | settings
-        return select(name, layers, **place)
+        return select(name, Requirements.of(layers, **place))
 
 
 @pytest.fixture

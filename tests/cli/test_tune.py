@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paged_attn.backends.selection.requirements import Requirements
 from paged_attn.backends.selection.select import select
 from paged_attn.backends.timing import time_backends
 from paged_attn.backends.timing.time_backends import Timing
@@ -207,5 +208,6 @@ def test_the_real_clock_on_this_cpu(path: Path, capsys: pytest.CaptureFixture[st
     assert entry["conditions"]["threads"] == torch.get_num_threads() and entry["versions"]["torch"] == version("torch")
     from paged_attn.attn_ops.specs.attention import AttentionSpec
 
-    taken = select("auto", [AttentionSpec(2, 1, 16, 16, 1.0)], torch.float32, torch.float32, 4, torch.device("cpu"))
+    required = Requirements.of([AttentionSpec(2, 1, 16, 16, 1.0)], torch.float32, torch.float32, 4, torch.device("cpu"))
+    taken = select("auto", required)
     assert taken.backend.name == "torch_native" and f"{path} (time over the fastest: prefill torch_native 1.00, reference" in taken.reason

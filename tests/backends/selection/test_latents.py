@@ -89,7 +89,7 @@ def test_auto_takes_by_kernels_and_sizes(required: Requirements, names: list[str
 
 def test_a_refusal_says_how_keys_and_values_are_kept() -> None:
     with pytest.raises(UnsupportedError, match=r"fa3: .*\nWith disable_passes=\('latent_attention',\) keys and values of all heads"):
-        select("fa3", [spec_of("256 + 64", 16, PUBLISHED)], torch.bfloat16, torch.bfloat16, 16, CPU)
+        select("fa3", Requirements.of([spec_of("256 + 64", 16, PUBLISHED)], torch.bfloat16, torch.bfloat16, 16, CPU))
 
 
 @pytest.mark.usefixtures("everything_is_installed")

@@ -25,6 +25,7 @@ from paged_attn.backends.selection.registry import (
     register_backend,
     third_party_names,
 )
+from paged_attn.backends.selection.requirements import Requirements
 from paged_attn.backends.selection.select import select, select_for_pool
 from tests.backends.problems import close, make, new_output
 
@@ -223,7 +224,7 @@ def test_a_name_without_a_kernel_call_says_what_to_use(install, name):
     assert name not in backend_names() and not any(name in (*row.names, *row.by_name_only) for row in ROWS)
     layers = make([(0, 2)]).pool.layers
     with pytest.raises(UnsupportedError, match=f"attention backend '{name}': this project has no kernel call for it yet; use "):
-        select(name, layers, torch.float32, torch.float32, 16, torch.device("cpu"))
+        select(name, Requirements.of(layers, torch.float32, torch.float32, 16, torch.device("cpu")))
     theirs = type("Theirs", (ReferenceBackend,), {"name": name})
     register_backend(name, theirs)
     assert backend_class(name) is theirs and third_party_names() == [name]

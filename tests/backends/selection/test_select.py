@@ -17,7 +17,7 @@ from paged_attn.backends.attention.torch_native import TorchNativeBackend
 from paged_attn.backends.needs import Requirement
 from paged_attn.backends.selection import requirements as wanted_module
 from paged_attn.backends.selection.registry import BUILT_IN
-from paged_attn.backends.selection.requirements import reasons_against
+from paged_attn.backends.selection.requirements import Requirements, reasons_against
 from paged_attn.backends.selection.select import select, select_for_pool
 from tests.backends.fake_backends import SPEC, Machine, machine
 
@@ -36,7 +36,7 @@ def _no_measurements(monkeypatch):
 
 
 def choose(name: str, layers=LAYERS, dtype=torch.float32, kv_dtype=torch.float32, page_size=16, device=CPU, **settings):
-    return select(name, layers, dtype, kv_dtype, page_size, device, **settings)
+    return select(name, Requirements.of(layers, dtype, kv_dtype, page_size, device, **settings))
 
 
 def limit(monkeypatch, backend, **capabilities):
