@@ -130,15 +130,21 @@ class AttentionBackend(ABC):
         *, save_kv_cache: bool, sinks: Tensor | None = None, bias: Tensor | None = None, lse_out: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Stores K and V if `save_kv_cache`, attends with the kernel for the batch's mode, and zeroes the padded rows."""
-        call = AttentionCall(layer_id, spec, query, key, value, output, sinks, lse_out, bias)
+        self.store_and_attend(plan, AttentionCall(layer_id, spec, query, key, value, output, sinks, lse_out, bias), save_kv_cache)
         batch: Batch = plan.batch
-        if save_kv_cache:
+        if batch.num_tokens < batch.num_rows:  # padding never carries NaN
+            output[batch.num_tokens :].zero_()
+            if lse_out is not None:
+                lse_out[batch.num_tokens :].zero_()
+
+    def store_and_attend(self, plan: Any, call: AttentionCall, store: bool) -> None:
+        """`forward` for the real rows; K and V are stored if `store`."""
+        if store:
             self.write_kv(plan, call)
-        if batch.mode is ForwardMode.DECODE:
+        if plan.batch.mode is ForwardMode.DECODE:
             self.forward_decode(plan, call)
         else:
             self.forward_extend(plan, call)
-        zero_padding(batch, output, lse_out)
 
     def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether `forward` runs prompts of latent layers with keys and values computed from the rows, in place of PyTorch's attention. The
@@ -195,14 +201,6 @@ class OnlyStores(StoringBackend):
             super().write_kv(plan, call)
 
     def forward_extend(self, plan: Any, call: AttentionCall) -> None: ...
-
-
-def zero_padding(batch: Batch, output: Tensor, lse_out: Tensor | None) -> None:
-    """Zeroes the rows past the real tokens, so that padding never carries NaN."""
-    if batch.num_tokens < batch.num_rows:
-        output[batch.num_tokens :].zero_()
-        if lse_out is not None:
-            lse_out[batch.num_tokens :].zero_()
 
 
 def slopes_of(spec: AttentionSpec, device: torch.device) -> Tensor | None:

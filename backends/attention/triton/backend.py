@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
-from paged_attn.backends.attention.base import AttentionBackend, AttentionCall, zero_padding
+from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, Span
 from paged_attn.backends.needs import TRITON, UP_TO_FLOAT32, importing
 
@@ -86,24 +85,16 @@ class TritonBackend(AttentionBackend):
         """Keys of the kinds of small steps that are worth the memory of a graph: not if only the shortest contexts would count."""
         return [keys for keys in self._small_steps(pool, max(requests, 1)) if keys // max(requests, 1) >= SHORTEST_SMALL]
 
-    def forward(
-        self, plan: Any, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
-        *, save_kv_cache: bool, sinks: Tensor | None = None, bias: Tensor | None = None, lse_out: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def store_and_attend(self, plan: Plan, call: AttentionCall, store: bool) -> None:
         """Like the base class, except that a decode step stores its K and V in the attention kernel unless they are latents.
 
         Such a kernel may read the keys and values of earlier tokens before the kernel launched last has ended (PDL). So what writes them
         otherwise, such as a copy of a page, must not be launched last: an engine's steps compute the queries in between.
         """
-        fused = plan.batch.mode is ForwardMode.DECODE and not self.deterministic and not isinstance(spec, LatentSpec)
-        if save_kv_cache and fused:
-            call = AttentionCall(layer_id, spec, query, key, value, output, sinks, lse_out, bias)
+        if store and plan.batch.mode is ForwardMode.DECODE and not self.deterministic and not isinstance(call.spec, LatentSpec):
             self._attend(plan, call, fused_write=True)
-            zero_padding(plan.batch, output, lse_out)
-            return
-        super().forward(
-            plan, layer_id, spec, query, key, value, output, save_kv_cache=save_kv_cache, sinks=sinks, bias=bias, lse_out=lse_out
-        )
+        else:
+            super().store_and_attend(plan, call, store)
 
     def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the kernel for Hopper supports them."""
