@@ -127,20 +127,16 @@ def score_products(scores: fx.Node, num_tokens: Any) -> list[Product]:
 
 def weighted_sums(softmax: fx.Node, num_tokens: Any) -> list[Product]:
     """The products of a softmax's weights, after any operations on them, with a tensor that has one token dim."""
-    found: dict[fx.Node, Product] = {}
-    pending, seen = [softmax], set[fx.Node]()
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for user in node.users:
-            product = product_of(user)
-            if product is not None and node is product.left and token_dims(product.right, num_tokens) == 1:
-                found[user] = product
-            elif token_dims(user, num_tokens) >= 2:
-                pending.append(user)
-    return list(found.values())
+
+    def summed(weights: fx.Node, user: fx.Node) -> Product | None:
+        product = product_of(user)
+        return product if product is not None and weights is product.left and token_dims(product.right, num_tokens) == 1 else None
+
+    def onwards(weights: fx.Node) -> list[fx.Node]:
+        return [user for user in weights.users if token_dims(user, num_tokens) >= 2 and summed(weights, user) is None]
+
+    pairs = ((user, summed(node, user)) for node in reached([softmax], onwards) for user in node.users)
+    return list({user: product for user, product in pairs if product is not None}.values())
 
 
 def other_uses(weights: fx.Node, known: Collection[fx.Node], num_tokens: Any) -> list[fx.Node]:

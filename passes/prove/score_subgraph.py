@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import op_name, shape_at, token_dims, value_of
+from paged_attn.passes.fx.graph_tools import op_name, reached, shape_at, token_dims, value_of
 from paged_attn.passes.fx.mask_literals import SMALL_TENSOR
 from paged_attn.passes.fx.memory import writers_of
 from paged_attn.passes.fx.slicing import ancestors
@@ -146,16 +146,10 @@ def needed_for_values(result: fx.Node, user: fx.Node, stops: Collection[fx.Node]
     """
     nodes = ancestors(result, user, frozenset(stops))
     inside, writers = set(nodes), writers_of(nodes)
-    pending = [result]
-    needed, shapes = set[fx.Node](), set[fx.Node]()
-    while pending:
-        node = pending.pop()
-        if node in inside and node not in needed:
-            needed.add(node)
-            pending += writers.get(node, ())
-            if node in stops:
-                continue
-            read = {*read_inputs(node), *(n for n in node.all_input_nodes if not isinstance(value_of(n), Tensor))}
-            pending += read
-            shapes |= set(node.all_input_nodes) - read
+
+    def read(node: fx.Node) -> set[fx.Node]:
+        return {*read_inputs(node), *(n for n in node.all_input_nodes if not isinstance(value_of(n), Tensor))}
+
+    needed = {*reached([result], lambda node: inside & {*writers.get(node, ()), *(() if node in stops else read(node))})}
+    shapes = {each for node in needed.difference(stops) for each in {*node.all_input_nodes} - read(node)}
     return [node for node in nodes if node in needed or node in shapes], shapes - needed
