@@ -21,6 +21,10 @@ scans_backend = OurBackends[ScansBackend, ScanProblem]("scans_backend", BUILT_IN
 reasons_against = scans_backend.reasons_against
 
 
+class NoBackendFits(UnsupportedError):
+    """No backend for scans computes this op of a layer here."""
+
+
 @dataclass(frozen=True)
 class ScanSelection:
     """The backend for an op, the one for what it lacks (`rest`), and why each other backend that supports the op was not taken."""
@@ -41,13 +45,17 @@ def select_scan(name: str, problem: ScanProblem) -> ScanSelection:
     Raises:
         ValueError: an unknown name.
         UnsupportedError: the named backend supports the op, but not in this form; the message has every reason.
+        NoBackendFits: one that is not named, and none computes it.
     """
     asked = name != "auto" and problem.op in scans_backend(name).ops
     if asked and (reasons := reasons_against(name, problem)):
         raise UnsupportedError(
             f"scans_backend={name!r} cannot compute {problem.describe()}: {'; '.join(reasons)}. Try scans_backend='auto'."
         )
-    first = next(each for each in ORDER if not reasons_against(each, problem))
+    first = next((each for each in ORDER if not reasons_against(each, problem)), None)
+    if first is None:
+        why = "; ".join(f"{each}: {', '.join(reasons_against(each, problem))}" for each in ORDER)
+        raise NoBackendFits(f"no backend computes {problem.describe()} ({why})")
     taken = name if asked else first
     rejected = {}
     for other in BUILT_IN:

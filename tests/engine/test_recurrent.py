@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -176,6 +177,14 @@ def test_a_model_without_attention_has_pages_that_hold_nothing() -> None:
 def test_a_model_with_attention_alone_has_no_state() -> None:
     engine = make_engine()
     assert engine.runner.recurrent == () and engine.state_pool is None and engine.kv.states.allocator is None and engine.kv.tree is not None
+
+
+def test_in_float64_which_no_op_computes_each_layer_runs_its_own_forward() -> None:
+    model = copy.deepcopy(recurrent("lfm2")).double()
+    with LLM(model, page_size=4, num_pages=200, max_batch_tokens=16) as llm:
+        assert not any(layer.ops for layer in llm.engine.runner.recurrent)
+        assert "no backend computes" in llm.engine.runner.recurrent[0].why_no_ops
+        assert [c.token_ids for c in llm.generate(PROMPTS[:4], GREEDY)] == [greedy(model, prompt, NEW) for prompt in PROMPTS[:4]]
 
 
 @pytest.mark.parametrize(("name", "settings"), [(HYBRID, {"state_snapshots": 0}), ("mamba", OWN_FORWARD)])

@@ -20,7 +20,7 @@ from paged_attn.attn_ops.ops.define import BodiesOnFakes
 from paged_attn.attn_ops.specs.recurrent import StateSpec
 from paged_attn.backends.devices import architecture_of, device_word
 from paged_attn.backends.scans.base import ScanProblem
-from paged_attn.backends.selection.scans import ScanSelection, scans_backend, select_scan
+from paged_attn.backends.selection.scans import NoBackendFits, ScanSelection, scans_backend, select_scan
 from paged_attn.calling.plain_modes import evaluating
 from paged_attn.calling.reference_functions import forward_scopes
 from paged_attn.recurrent.as_ops.functions import FUNCTIONS, layer_of_ops, ops_that_ran, replaced_functions
@@ -179,7 +179,11 @@ def _program_fails(why: str) -> NoOpFits:
 def _selected(layer: RecurrentLayer, ops: Sequence[str], states: Sequence[StateSpec], backend: str) -> tuple[ScanSelection, ...]:
     hidden = layer.given[0]
     where = (hidden.dtype, device_word(hidden.device), architecture_of(hidden.device))
-    return tuple(select_scan(backend, ScanProblem(op, state.shape, *where)) for op, state in zip(ops, states, strict=True))
+    problems = [ScanProblem(op, state.shape, *where) for op, state in zip(ops, states, strict=True)]
+    try:
+        return tuple([select_scan(backend, problem) for problem in problems])
+    except NoBackendFits as reason:
+        raise NoOpFits(str(reason)) from reason
 
 
 def scopes_of(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from paged_attn.backends.scans.base import ScanProblem
 from paged_attn.backends.scans.fla import FlaScans
 from paged_attn.backends.scans.flashinfer import FlashInferScans
 from paged_attn.backends.selection import packages as optional_packages
-from paged_attn.backends.selection.scans import BUILT_IN, kernels_of, scans_backend, select_scan
+from paged_attn.backends.selection.scans import BUILT_IN, NoBackendFits, kernels_of, scans_backend, select_scan
 from paged_attn.recurrent.as_ops import by_ops
 from paged_attn.recurrent.layer import RecurrentLayer
 from tests.engine.models import assert_idle
@@ -225,6 +225,11 @@ def test_a_named_one_goes_over_what_computes_the_rest(packages: None) -> None:
 def test_what_is_asked_for_and_does_not_fit_is_refused(packages: None, name: str, change: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=f"scans_backend='{name}' cannot compute gated_delta_rule with .*: .*{words}"):
         select_scan(name, dataclasses.replace(HOPPER, **change))
+
+
+def test_none_is_taken_for_what_none_computes() -> None:
+    with pytest.raises(NoBackendFits, match=r"no backend computes gated_delta_rule with .*; torch: dtype float64 is not among"):
+        select_scan("auto", dataclasses.replace(CPU, dtype=torch.float64))
 
 
 def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
