@@ -54,6 +54,7 @@ class LoraPool:
 
     Args:
         weights: the tensors that lora sites name, with the spare rows behind them.
+        calls: how often a call of the model calls each linear layer.
 
     Attributes:
         tensors: a, b and scales of each site; unused slots hold zeros.
@@ -62,8 +63,9 @@ class LoraPool:
     """
 
     def __init__(
-        self, model: nn.Module, sites: Sequence[LoraSite], slots: int, rank: int, device: torch.device, weights: Mapping[int, Tensor]
-    ) -> None:
+        self, model: nn.Module, sites: Sequence[LoraSite], slots: int, rank: int, device: torch.device, weights: Mapping[int, Tensor],
+        calls: Mapping[str, int],
+    ) -> None:  # fmt: skip
         self._model = model
         self.sites, self.slots, self.rank = tuple(sites), slots, rank
         self.loaded: dict[str, Loaded] = {}
@@ -85,6 +87,8 @@ class LoraPool:
                 for number, part in enumerate(site.parts):
                     self._parts_of.setdefault(part.module, []).append(_PartOfSite(index, number, start))
                     start += part.rows
+        self._not_called = {module for module, found in self._parts_of.items() if calls[module] < len(found)}
+        self._parts_of = {module: found for module, found in self._parts_of.items() if module not in self._not_called}
         logger.info("room for %d adapters of rank %d: %.0f MiB", slots, rank, self.nbytes / 2**20)
 
     @property
@@ -148,6 +152,11 @@ class LoraPool:
         self.loaded = {each: adapter for each, adapter in self.loaded.items() if adapter is not gone}
 
     def _check(self, adapter: Adapter) -> None:
+        if weights := [module for module in adapter.factors if module in self._not_called]:
+            raise UnsupportedError(
+                f"{adapter.source} changes {weights[0]}, whose weight this model's own code multiplies with, without calling the layer: "
+                "there an adapter of peft adds nothing; train it for other layers"
+            )
         if unknown := [module for module in adapter.factors if module not in self._parts_of]:
             more = f" (and {len(unknown) - NAMED} more)" if len(unknown) > NAMED else ""
             kinds = ", ".join(sorted({module.rpartition(".")[2] for module in self._parts_of})) or "none"

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -52,7 +52,8 @@ class LoraRunner(TracedRunner):
         self.base = base  # kept alive: some of what it set up may be undone when it is freed
         bound = self.inputs.all
         self._weights = {merge.inputs[0]: with_spare_rows(bound[merge.inputs[0]], merge) for merge in graph.widened}
-        self.adapters = LoraPool(self.model, graph.sites, slots, rank, self.device, self._weights)
+        calls = _calls(base, {part.module for site in graph.sites for part in site.parts})
+        self.adapters = LoraPool(self.model, graph.sites, slots, rank, self.device, self._weights, calls)
         self.graph, self._run = graph, graph.split.gm.forward
 
     @property
@@ -108,7 +109,7 @@ def check_adapters(runner: LoraRunner, pool: KVPool, backend: AttentionBackend) 
     """Compare one prompt, in the first pages, which nobody may use yet. Leaves the slots empty. Raises UnsupportedError: the logits differ
     from those of the model whose linear layers add the same factors."""
     adapters = runner.adapters
-    if runner.dtype not in CHECKED or not adapters.sites:
+    if runner.dtype not in CHECKED or not adapters.modules:
         return
     pool, backend = without_groups(pool, backend, len(TOKENS) + 1)
     tokens = TOKENS[: (pool.num_pages - 1) * pool.page_size]
@@ -130,6 +131,22 @@ def check_adapters(runner: LoraRunner, pool: KVPool, backend: AttentionBackend) 
             f"{error:.2g} of their size (allowed {limit:.2g}) from the model's with the same adapters, so that none are served; leave "
             "max_loras and loras out, or report it"
         )
+
+
+def _calls(runner: TracedRunner, paths: Iterable[str]) -> dict[str, int]:
+    """How often one call of the model calls each of these modules, rounded up. Where its code multiplies with a layer's weight instead, the
+    graph has a product like the layer's, but an adapter in the model adds nothing."""
+    counts = dict.fromkeys(("", *paths), 0)
+    with ExitStack() as undo, as_served(runner.model), torch.no_grad():
+        for path in counts:
+
+            def count(*_: Any, path: str = path) -> None:
+                counts[path] += 1
+
+            undo.callback(runner.model.get_submodule(path).register_forward_hook(count).remove)
+        runner.logits_alone(torch.tensor(TOKENS, device=runner.device))
+    whole = max(counts.pop(""), 1)
+    return {path: -(-count // whole) for path, count in counts.items()}
 
 
 @contextmanager
