@@ -5,5 +5,5 @@ Change: arguments of forward: `call_signature.py`; a model without its head: `bo
 `plain_configs.py`.
 Change: the caller's modes, and evaluation mode: `plain_modes.py`; restoring what a call or we changed: `left_as_it_was.py`.
 Change: two calls that are compared block by block: `block_by_block.py`.
-Change: compiled calls: `uncompiled.py`; transformers' own functions: `reference_functions.py`.
+Change: compiled calls: `uncompiled.py`; models of peft: `peft_models.py`; transformers' own functions: `reference_functions.py`.
 """

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from paged_attn.calling.peft_models import inside_peft
+from paged_attn.calling.uncompiled import uncompiled
 from paged_attn.engine.model.load_options import LoadOptions
 from paged_attn.engine.model.model_state import hooked_module
 from paged_attn.engine.model.task import Task, task_of
@@ -55,7 +57,7 @@ def given_model(
 
             tokenizer = load_tokenizer(own, options)
         held = model
-        task = task_of(type(held).__name__, getattr(held, "config", None)) if task == "auto" else task
+        task = task_of(type(inside_peft(uncompiled(held))).__name__, getattr(held, "config", None)) if task == "auto" else task
     else:
         from paged_attn.engine.model.loading import checkpoint_task, load_model
 

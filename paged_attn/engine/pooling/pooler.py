@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.calling.body import Body
+from paged_attn.calling.peft_models import served_inside_peft
 from paged_attn.calling.plain_modes import as_served, evaluating, plain_modes
+from paged_attn.calling.uncompiled import uncompiled
 from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults
 from paged_attn.engine.requests.pooled_rows import KINDS, PoolingKind, PoolingParams
 from paged_attn.passes.fx.model_facts import model_device, model_dtype
@@ -33,7 +35,7 @@ class Pooler:
     """One model.
 
     Attributes:
-        model: as it was given; body: what the engine runs of it.
+        model: as it was given, or the one inside that peft or torch.compile wraps; body: what the engine runs of it.
         head: of a classifier; None for a model that embeds.
         defaults: how it embeds unless a caller says otherwise; `pooling` None: "last" for a causal model, else "mean".
         labels: the names of a classifier's logits, in order.
@@ -47,8 +49,13 @@ class Pooler:
 
     @classmethod
     def of(cls, model: nn.Module, task: str, defaults: EmbeddingDefaults | None = None) -> Pooler:
-        """A pooler for a loaded model, for the task "embed" or "classify". Raises UnsupportedError: there is no body to embed by, or no
-        head whose row is known."""
+        """A pooler for a loaded model, for the task "embed" or "classify".
+
+        Raises:
+            UnsupportedError: there is no body to embed by, or no head whose row is known; or a model of peft that computes more than the
+                one inside.
+        """
+        model = served_inside_peft(uncompiled(model))
         body = Body(model)
         if task == "embed":
             return cls(model, body, None, defaults or AS_USUAL)
