@@ -102,7 +102,7 @@ def test_operations_and_bytes_by_counting(problem, feature):
 
 
 def test_the_peers_numbers_come_out():
-    """PEERS.md: 64 x 4,096 in 256 us is 4,190 GB/s; 1 x 8,192 x 8,192 at 561 TFLOP/s takes some 980 us."""
+    """64 x 4,096 in 256 us is 4,190 GB/s; 1 x 8,192 x 8,192 at 561 TFLOP/s takes some 980 us."""
     decode = TimedProblem("decode", ((4095, 1),) * 64)
     assert decode.bytes_moved() / 256 * 1e-3 == pytest.approx(4190, rel=0.005)
     assert TimedProblem("prefill", ((0, 8192),)).flops == 4 * 32 * 128 * 8192 * 8193 // 2
