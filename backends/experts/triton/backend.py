@@ -13,7 +13,7 @@ from paged_attn.backends.needs import TRITON, UP_TO_FLOAT32, Needs
 from paged_attn.backends.unit_stride import unit_last
 
 FEW_TOKENS = 16
-SHARED = 1.27  # average pairs per used expert from which reading it once for all its pairs is faster (docs/design/experts.md)
+SHARED = 1.27  # average pairs per used expert from which reading it once for all its pairs is faster (docs/design/expert_kernels.md)
 
 
 def reads_each_pair(tokens: int, top_k: int, experts: int) -> bool:
