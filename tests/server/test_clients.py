@@ -1,5 +1,5 @@
 """What real clients act on, beyond the answers themselves: codes and words of errors, headers, routes that only they ask for. Each was
-found by running them (docs/server.md, "Clients that were run")."""
+found by running them (docs/http_api.md, "Clients that were run")."""
 
 from __future__ import annotations
 
