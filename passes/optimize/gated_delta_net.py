@@ -22,17 +22,15 @@ from paged_attn.passes.fx.graph_tools import (
     MOVES,
     call_of_value,
     call_with_value,
-    is_written,
     keep_name,
     name_of,
     op_name,
-    remove_dead_code,
     shape_at,
     shape_of,
     sizes_of,
     value_of,
-    writes_in_place,
 )
+from paged_attn.passes.fx.memory import is_written, remove_dead_code, writes_in_place
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import evaluate, kind_of, literals_of
 from paged_attn.passes.optimize.scan_operands import columns_of, has_tensors
