@@ -17,6 +17,8 @@ from paged_attn.passes.fx.vmap_levels import VmapLevels
 MAX_NODES = 4000
 OPERATION = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest value: both sides may compute in the graph's dtype
 OPERATION_16_BIT = 3e-2
+ROUNDINGS = 8  # allowed error of a number in `is_rounded`
+MOST_EPS = 1e-2
 
 
 def ancestors(
@@ -108,6 +110,17 @@ def kind_of(nodes: Sequence[fx.Node], told: Mapping[fx.Node, Hashable] | None = 
     return tuple(told[node] if told is not None and node in told else does(node) for node in nodes)
 
 
+def region_behind(result: fx.Node, inside: Callable[[fx.Node], bool], most: int) -> tuple[list[fx.Node], set[fx.Node]] | None:
+    """`result` and the nodes that make it, as far as `inside` holds, in graph order, and the nodes where it ends; None if those inside are
+    more than `most`."""
+    found, ends = set[fx.Node](), set[fx.Node]()
+    for node in reached([result], lambda node: node.all_input_nodes if node in found else ()):
+        (found if inside(node) else ends).add(node)
+        if len(found) > most:
+            return None
+    return sorted(found), ends
+
+
 def literals_of(nodes: Sequence[fx.Node]) -> Iterator[float]:
     """The numbers below a million that stand in the nodes' arguments."""
     for node in nodes:
@@ -116,6 +129,11 @@ def literals_of(nodes: Sequence[fx.Node]) -> Iterator[float]:
         for each in found:
             if isinstance(each, int | float) and not isinstance(each, bool) and abs(each) < 1e6:
                 yield float(each)
+
+
+def epsilons_of(nodes: Sequence[fx.Node]) -> list[float]:
+    """The numbers in the nodes' arguments that a norm may add before its root, ascending."""
+    return sorted({number for number in literals_of(nodes) if 0 < number <= MOST_EPS})
 
 
 def attribute_of(node: fx.Node) -> Any:
@@ -127,3 +145,9 @@ def operation_limit(expected: Tensor, *dtypes: torch.dtype) -> float:
     """The largest allowed absolute error when a pass replaces an operation that was computed in these dtypes. For whole models and their
     rows see `paged_attn.tolerances`."""
     return float(expected.nan_to_num().abs().max()) * max(OPERATION.get(dtype, OPERATION_16_BIT) for dtype in dtypes)
+
+
+def is_rounded(got: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether numbers differ from `expected`, in float64 and of the same shape, by a few roundings of the dtype at most."""
+    limit = torch.finfo(dtype)
+    return bool(((got.double() - expected).abs() <= ROUNDINGS * limit.eps * expected.abs() + limit.smallest_normal).all())

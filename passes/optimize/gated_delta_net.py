@@ -8,7 +8,7 @@ Left alone: gates and norms of another form, and operands that are no evenly spa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from itertools import permutations, product
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from paged_attn.passes.fx.graph_tools import (
 )
 from paged_attn.passes.fx.memory import is_written, remove_dead_code, writes_in_place
 from paged_attn.passes.fx.row_layout import MISFITS
-from paged_attn.passes.fx.slicing import evaluate, kind_of, literals_of
+from paged_attn.passes.fx.slicing import epsilons_of, evaluate, is_rounded, kind_of, region_behind
 from paged_attn.passes.optimize.scan_operands import columns_of, has_tensors
 from paged_attn.passes.replace.kv_heads import PROBE_TOKENS, concrete
 
@@ -41,8 +41,6 @@ _ARITHMETIC = set("""
     rms_norm
 """.split())  # fmt: skip
 _MOST_NODES = 40
-_MOST_EPS = 1e-2
-_ROUNDINGS = 8  # allowed error of a number, in roundings of its dtype
 
 
 class _Region(NamedTuple):
@@ -107,7 +105,7 @@ def _site(node: fx.Node, form: CallForm) -> _Site | None:
     query, key, value, g, beta, output, *_ = arguments
     heads, width = (int(size) for size in shape_of(value)[1:])
     sink = _only_result(output, node)
-    if sink is None or _flat(sink, output) is None or value_of(sink).dtype != value_of(output).dtype:
+    if sink is None or not _shows(sink, output) or value_of(sink).dtype != value_of(output).dtype:
         return None
     decay, learned, norm = _region(g, form), _region(beta, form), _region(sink, form, output)
     if decay is None or learned is None or norm is None:
@@ -146,27 +144,19 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _region(result: fx.Node, form: CallForm, received: fx.Node | None = None) -> _Region | None:
-    found, leaves, owned, pending = set[fx.Node](), set[fx.Node](), set[fx.Node](), [result]
-    while pending:
-        node = pending.pop()
-        if node in found or node in leaves or node is received or not has_tensors(value_of(node)):
-            continue
-        if form.roles.get(node) == "owned":
-            owned.add(node)
-        elif _is_part(node, received):
-            leaves.add(node)
-        elif _computes(node):
-            found.add(node)
-            pending += node.all_input_nodes
-        else:
-            return None
-        if len(found) > _MOST_NODES:
-            return None
-    nodes = sorted(found)
-    inputs = dict.fromkeys(each for node in nodes for each in node.all_input_nodes)  # in an order that layers share
-    if len(leaves) != 1 or (received is not None and received not in inputs):
+    def inside(node: fx.Node) -> bool:
+        return node is not received and has_tensors(value_of(node)) and not _is_part(node, received) and _computes(node)
+
+    region = region_behind(result, inside, _MOST_NODES)
+    if region is None:
         return None
-    return _Region(result, nodes, leaves.pop(), [each for each in inputs if each in owned], received)
+    nodes, ends = region
+    owned = {node for node in ends if form.roles.get(node) == "owned"}
+    leaves = [node for node in ends - owned if node is not received and has_tensors(value_of(node))]
+    inputs = dict.fromkeys(each for node in nodes for each in node.all_input_nodes)  # in an order that layers share
+    if len(leaves) != 1 or not _is_part(leaves[0], received) or (received is not None and received not in inputs):
+        return None
+    return _Region(result, nodes, leaves[0], [each for each in inputs if each in owned], received)
 
 
 def _is_part(node: fx.Node, received: fx.Node | None) -> bool:
@@ -176,18 +166,10 @@ def _is_part(node: fx.Node, received: fx.Node | None) -> bool:
     return node is not received and node.op == "call_function" and op_name(node) not in _ARITHMETIC
 
 
-def _flat(sink: fx.Node, output: fx.Node) -> Callable[[fx.Graph, fx.Node], fx.Node] | None:
-    """How `output` [T, H, V] is shown in the shape of `sink`."""
+def _shows(sink: fx.Node, output: fx.Node) -> bool:
+    """Whether the shape of `sink` is that of `output` [T, H, V], with heads side by side or not, maybe as one row of tokens."""
     tokens, heads, width = sizes_of(output)
-    shown: dict[tuple[Any, ...], Callable[[fx.Graph, fx.Node], fx.Node]] = {
-        (tokens, heads, width): lambda graph, node: node,
-        (1, tokens, heads, width): lambda graph, node: call_with_value(graph, torch.unsqueeze, node, 0),
-        (tokens, heads * width): lambda graph, node: call_with_value(graph, torch.flatten, node, 1),
-        (1, tokens, heads * width): lambda graph, node: call_with_value(
-            graph, torch.unsqueeze, call_with_value(graph, torch.flatten, node, 1), 0
-        ),
-    }
-    return shown.get(sizes_of(sink))
+    return sizes_of(sink) in [(*row, tokens, *sizes) for row in ((), (1,)) for sizes in ((heads, width), (heads * width,))]
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, site: _Site, formula: _Formula, operands: list[Any]) -> None:
@@ -204,9 +186,8 @@ def _rewrite(graph: fx.Graph, node: fx.Node, site: _Site, formula: _Formula, ope
             GATED_DELTA_NET, (query, key, value, *given, a_log, dt_bias, *site.norm.owned, received, normalise, *numbers, *state)
         )
         fused.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
-        show = _flat(sink, output)
-        assert show is not None
-        shown = show(graph, received)
+        shown = received if sizes_of(sink)[-2:] == sizes_of(output)[-2:] else call_with_value(graph, torch.flatten, received, 1)
+        shown = shown if len(sizes_of(shown)) == len(sizes_of(sink)) else call_with_value(graph, torch.unsqueeze, shown, 0)
     keep_name(shown, sink)
     sink.replace_all_uses_with(shown)
     graph.erase_node(node)
@@ -229,7 +210,7 @@ def _formula(site: _Site, form: CallForm) -> _Formula | None:
     if first is None or factor is None:
         return None
     weights = drawn(scale).abs().to(value_of(scale).dtype)
-    for eps in sorted({number for number in literals_of(site.norm.nodes) if 0 < number <= _MOST_EPS}):
+    for eps in epsilons_of(site.norm.nodes):
         small = torch.tensor([0.3 * eps**0.5, 3 * eps**0.5, 1.0])[:PROBE_TOKENS, None, None]  # eps decides some rows
         x = (drawn(output) * small).to(value_of(output).dtype)
         got = site.norm.run(form, {output: x, site.norm.leaf: z, scale: weights})
@@ -245,8 +226,4 @@ def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _same(got: Tensor | None, expected: Tensor, given: Tensor) -> bool:
-    if got is None or got.numel() != expected.numel():
-        return False
-    limit = torch.finfo(given.dtype)
-    allowed = _ROUNDINGS * limit.eps * expected.abs() + limit.smallest_normal
-    return bool(((got.reshape(expected.shape) - expected).abs() <= allowed).all())
+    return got is not None and got.numel() == expected.numel() and is_rounded(got.reshape(expected.shape), expected, given.dtype)

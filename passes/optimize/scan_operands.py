@@ -22,7 +22,7 @@ from paged_attn.attn_ops.ops.scans import GATED_DELTA_RULE, SHORT_CONV
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import JOINS, MOVES, call_with_value, name_of, shape_of, value_of
 from paged_attn.passes.fx.memory import is_written
-from paged_attn.passes.replace.kv_heads import KVSource, head_rows, on_distinct_numbers, rows_in, unrepeated
+from paged_attn.passes.replace.kv_heads import PROBE_TOKENS, KVSource, head_rows, on_distinct_numbers, rows_in, unrepeated
 
 MAX_NODES = 64
 MOST_PARTS = 8
@@ -71,18 +71,23 @@ def has_tensors(value: Any) -> bool:
 
 
 def _parts_of(base: fx.Node, chain: list[fx.Node], form: CallForm) -> list[int] | None:
-    """The op's `columns` for the chain's last node [T, C]; None unless each row takes the same columns of its own row of `base`."""
-    numbers, result = on_distinct_numbers(base, chain, form)
-    if numbers.dim() not in (2, 3) or numbers.shape[:-2] not in ((), (1,)):
-        return None
-    rows, width = numbers.shape[-2:]
-    if result.dim() != 2 or len(result) != rows or not torch.equal(result, result[:1] + width * torch.arange(rows)[:, None]):
-        return None
-    columns = result[0].tolist()
+    """The op's `columns` for the chain's last node [T, C]; None if no numbers say them."""
+    columns = _columns(base, chain, form)
     parts = _evenly(columns)
-    if len(set(columns)) < len(columns) or len(parts) > MOST_PARTS or any(width < LEAST_WIDTH for *_, width in parts):
+    if not columns or len(set(columns)) < len(columns) or len(parts) > MOST_PARTS or any(width < LEAST_WIDTH for *_, width in parts):
         return None
     return [number for part in parts for number in part]
+
+
+def _columns(base: fx.Node, chain: list[fx.Node], form: CallForm) -> list[int]:
+    """The columns of its own row of `base` [T, N] or [1, T, N] that each row of the chain's last node holds, in order; none if rows differ
+    in that."""
+    numbers, result = on_distinct_numbers(base, chain, form)
+    if numbers.shape[:-1] not in ((PROBE_TOKENS,), (1, PROBE_TOKENS)):
+        return []
+    result = result.reshape(PROBE_TOKENS, -1)
+    alike = torch.equal(result, result[:1] + numbers.shape[-1] * torch.arange(PROBE_TOKENS)[:, None])
+    return result[0].tolist() if alike else []
 
 
 def columns_of(part: fx.Node, form: CallForm) -> tuple[fx.Node, list[int]] | None:
@@ -92,14 +97,7 @@ def columns_of(part: fx.Node, form: CallForm) -> tuple[fx.Node, list[int]] | Non
     while name_of(base) in MOVES and len(chain) < MAX_NODES:
         chain.insert(0, base)
         base = base.args[0]  # type: ignore[assignment]
-    numbers, result = on_distinct_numbers(base, chain or [base], form)
-    if numbers.dim() not in (2, 3) or numbers.shape[:-2] not in ((), (1,)):
-        return None
-    rows, width = numbers.shape[-2:]
-    result = result.reshape(rows, -1)
-    if not torch.equal(result, result[:1] + width * torch.arange(rows)[:, None]):
-        return None
-    parts = _evenly(result[0].tolist())
+    parts = _evenly(_columns(base, chain or [base], form))
     return (base, list(parts[0])) if len(parts) == 1 else None
 
 

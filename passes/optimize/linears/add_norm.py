@@ -23,15 +23,13 @@ from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import call_of_value, call_with_value, keep_name, op_name, shape_of, sizes_of, value_of
 from paged_attn.passes.fx.memory import behind_views, is_written, remove_dead_code, writes_in_place
 from paged_attn.passes.fx.row_layout import MISFITS
-from paged_attn.passes.fx.slicing import evaluate, kind_of, literals_of
+from paged_attn.passes.fx.slicing import epsilons_of, evaluate, is_rounded, kind_of, region_behind
 
 # What a norm is made of; an addition of two tensors of its size is where it ends.
 _OPERATIONS = set("""
     to float half bfloat16 double type type_as pow square mul mean add rsqrt sqrt reciprocal div truediv rms_norm contiguous detach
 """.split())  # fmt: skip
 _MOST_NODES = 20
-_MOST_EPS = 1e-2
-_ROUNDINGS = 8  # allowed error of a number, in roundings of its dtype
 
 
 class _Site(NamedTuple):
@@ -85,25 +83,14 @@ def _site(linear: fx.Node, form: CallForm) -> _Site | None:
     assert isinstance(given, fx.Node)
     shown = _reshaped(given)
     normed = shown[-1]
-    found, sums, scales, pending = set[fx.Node](), set[fx.Node](), set[fx.Node](), [normed]
-    while pending:
-        node = pending.pop()
-        if node in found:
-            continue
-        if form.roles.get(node) == "owned":
-            scales.add(node)
-        elif _is_sum(node):
-            sums.add(node)
-        elif node.op in ("call_function", "call_method") and op_name(node) in _OPERATIONS and not writes_in_place(node):
-            found.add(node)
-            pending += node.all_input_nodes
-        else:
-            return None
-        if len(found) > _MOST_NODES or len(sums) > 1 or len(scales) > 1:
-            return None
-    if len(sums) != 1 or len(scales) != 1:
+    region = region_behind(normed, lambda node: _is_of_norm(node) and not _is_sum(node), _MOST_NODES)
+    if region is None:
         return None
-    site = _Site(sums.pop(), normed, scales.pop(), linear, sorted(found), shown)
+    nodes, ends = region
+    sums, scales = [node for node in ends if _is_sum(node)], [node for node in ends if form.roles.get(node) == "owned"]
+    if len(sums) != 1 or len(scales) != 1 or len(ends) != 2:
+        return None
+    site = _Site(sums[0], normed, scales[0], linear, nodes, shown)
     sizes, values = sizes_of(site.added), [value_of(each) for each in (site.added, normed, linear)]
     alike = (
         sizes_of(given) in (sizes, sizes[1:])
@@ -123,6 +110,10 @@ def _reshaped(node: fx.Node) -> list[fx.Node]:
         node = node.args[0]  # type: ignore[assignment]
         found.append(node)
     return found
+
+
+def _is_of_norm(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method") and op_name(node) in _OPERATIONS and not writes_in_place(node)
 
 
 def _is_sum(node: fx.Node) -> bool:
@@ -185,7 +176,7 @@ def _rewrite(graph: fx.Graph, site: _Site, eps: float, offset: float, results: d
 
 def _formula(site: _Site) -> tuple[float, float] | None:
     """(eps, offset) with which `rms_norm` gives what the nodes compute, on rows of which some are so small that eps decides."""
-    for eps in sorted({number for number in literals_of(site.nodes) if 0 < number <= _MOST_EPS}):
+    for eps in epsilons_of(site.nodes):
         given = _probe(site, eps)
         x, scale = given[site.added], given[site.scale]
         try:
@@ -193,9 +184,7 @@ def _formula(site: _Site) -> tuple[float, float] | None:
         except MISFITS:
             return None
         for offset in (0.0, 1.0):
-            expected = rms_norm(x.double(), scale.double(), eps, offset)
-            limit = torch.finfo(x.dtype)
-            if bool(((got.double() - expected).abs() <= _ROUNDINGS * limit.eps * expected.abs() + limit.smallest_normal).all()):
+            if is_rounded(got, rms_norm(x.double(), scale.double(), eps, offset), x.dtype):
                 return eps, offset
     return None
 
