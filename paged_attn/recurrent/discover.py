@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,8 @@ from paged_attn.calling.plain_modes import as_served
 from paged_attn.passes.fx.model_facts import model_device
 from paged_attn.recurrent.cache_state import CacheTemplate, Path, leaves_of, name_of, value_at
 from paged_attn.recurrent.layer import KeptAttributes, RecurrentLayer, call_with_attributes
-from paged_attn.recurrent.verify import verified
+from paged_attn.recurrent.same_kind import kind_of
+from paged_attn.recurrent.verify import verified, verified_as
 from paged_attn.recurrent.watching.attributes import attribute_states, calls_of, owners_of, without_unused
 from paged_attn.recurrent.watching.call_parts import LONG, SHORT, NotDriven, Undefined, layer_of, refused
 from paged_attn.recurrent.watching.carried import carried_layers
@@ -80,7 +81,7 @@ def find_recurrent_layers(model: nn.Module, inputs_of: InputsOf, beside: Iterabl
     layers = _layers(calls, *watched)
     if watched[1].cache is None:
         layers = [layer for layer in carried_layers(model, inputs_of) if not f"{layer.spec.module}.".startswith(inside)]
-    layers = [_verified(layer) for layer in layers]
+    layers = _all_verified(layers)
     repeated = [layer.spec.module for layer in layers if sum(other.module is layer.module for other in layers) > 1]
     if repeated:
         raise refused(repeated[0], "it runs more than once in one call of the model, each time on another state")
@@ -207,6 +208,18 @@ def _layer(call: Call, short: Watched, long: Watched) -> RecurrentLayer:
     specs = [StateSpec(_short_name(path), tuple(many[path].shape[1:]), many[path].dtype) for path in states]
     template = CacheTemplate(long.fresh, long.cache, call.changed, states)
     return layer_of(call, earlier, specs, template, without_unread(call, earlier, template))
+
+
+def _all_verified(layers: Sequence[RecurrentLayer]) -> list[RecurrentLayer]:
+    """The layers; of each kind one is verified in all forms of calls, and of the others that their numbers agree with that."""
+    known: dict[Hashable, RecurrentLayer] = {}
+    found = []
+    for layer in layers:
+        kind = kind_of(layer)
+        alike = verified_as(known[kind], layer) if kind in known else None
+        found.append(alike or _verified(layer))
+        known.setdefault(kind, found[-1])
+    return found
 
 
 def _verified(layer: RecurrentLayer) -> RecurrentLayer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.attn_ops.scans.state_rows import RecurrentPlan, StateRows
 from paged_attn.calling.plain_modes import evaluating
-from paged_attn.recurrent.as_ops.by_ops import kind_of
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import RecurrentRunner
+from paged_attn.recurrent.same_kind import kind_of
 from paged_attn.recurrent.verify import Result, ages, allowed_error, difference, stepwise
 
 logger = logging.getLogger("paged_attn")
@@ -36,7 +36,7 @@ _CONSTANTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 
 def with_graphs(layers: Sequence[RecurrentLayer]) -> tuple[RecurrentLayer, ...]:
     """The layers; those without ops have `why_not_in_graphs`. Each kind of layer is tried once."""
-    known: dict[tuple[Any, ...], str] = {}
+    known: dict[Hashable, str] = {}
     found = []
     for layer in layers:
         if not layer.ops:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.calling.plain_modes import evaluating
-from paged_attn.recurrent.as_ops.by_ops import kind_of
 from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.same_kind import kind_of
 from paged_attn.recurrent.verify import (
     FORMULAS_APART,
     LIMIT,
@@ -43,7 +42,7 @@ def with_long_chunks(layers: Sequence[RecurrentLayer]) -> tuple[RecurrentLayer, 
     Raises:
         Undefined: results token by token and for many tokens at once differ.
     """
-    known: dict[tuple[Any, ...], bool] = {}
+    known: dict[Hashable, bool] = {}
     found = []
     for layer in layers:
         if not layer.ops:

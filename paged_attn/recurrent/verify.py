@@ -50,6 +50,19 @@ def verified(layer: RecurrentLayer) -> RecurrentLayer:
     return _batching(dataclasses.replace(layer, chunks=chunks, own_error=error), inputs, along)
 
 
+def verified_as(known: RecurrentLayer, layer: RecurrentLayer) -> RecurrentLayer | None:
+    """The layer with what was verified of `known`, a layer of its kind; None if its own numbers disagree: they show whether it goes on from
+    a state, with several tokens if `known` takes chunks, and with one."""
+    inputs, count = layer.given, layer.given[0].shape[1]
+    with model_may_fail(), torch.no_grad():
+        whole = layer.run(inputs, None)
+        error = difference(whole, in_parts(layer, inputs, [count // 2, count - 1] if known.chunks else [count - 1]))
+        if error <= min(FORMULAS_APART, allowed_error(whole, known.own_error)):
+            own_error = max(error, known.own_error)
+            return dataclasses.replace(layer, chunks=known.chunks, batches=known.batches, mapped=known.mapped, own_error=own_error)
+    return None
+
+
 def _twin_in_float32(layer: RecurrentLayer) -> RecurrentLayer | None:
     """A 16-bit layer's verified twin; None if there is none, it does not run, or its two formulas differ, too."""
     twin = in_float32(layer)

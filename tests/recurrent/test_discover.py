@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, StateCheckpoint
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.specs.recurrent import StateSpec
+from paged_attn.recurrent import discover
 from paged_attn.recurrent.as_ops.wrap import replaced_by_ops
 from paged_attn.recurrent.discover import find_recurrent_layers, recurrent_modules
 from paged_attn.recurrent.long_chunks import with_long_chunks
 from paged_attn.recurrent.run import RecurrentRunner
+from paged_attn.recurrent.same_kind import kind_of
 from paged_attn.recurrent.verify import FORMULAS_APART
 from tests.recurrent_models import RECURRENT, recurrent
 from tests.tiny_models import build
@@ -374,3 +377,79 @@ def test_replaced_modules_compute_the_same_when_they_are_called(name: str) -> No
         assert not any("forward" in vars(layer.module) for layer in layers[1:])
     finally:
         del layers[0].module.forward
+
+
+class Scaled(Mixer):
+    """Keeps its place in the cache in the attribute in which models keep a layer's number."""
+
+    index = property(lambda self: self.layer_idx, lambda self, value: setattr(self, "layer_idx", value))
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.scale, self.weight = 1.0, nn.Parameter(torch.randn(6))
+        self.register_buffer("shift", torch.zeros(6))
+
+    def start(self, state: Tensor | None, hidden: Tensor) -> Tensor:
+        return super().start(state if self.scale == 1.0 or hidden.shape[1] == 1 else None, hidden)
+
+    def result(self, outputs: Tensor, state: Tensor, gate: Any) -> Any:
+        return outputs * self.weight + self.shift
+
+
+def forwarded(mixer: Mixer) -> None:
+    forward = mixer.forward
+    mixer.forward = lambda *args, **kwargs: forward(*args, **kwargs)  # type: ignore[method-assign]
+
+
+OTHERS: dict[str, Callable[[Scaled], Any]] = {
+    "an attribute": lambda mixer: setattr(mixer, "scale", 2.0),
+    "a function": lambda mixer: setattr(mixer, "activation", lambda x: x),
+    "a list": lambda mixer: setattr(mixer, "limits", [0, 1]),
+    "a buffer": lambda mixer: mixer.shift.fill_(1.0),
+    "a tensor": lambda mixer: setattr(mixer, "table", torch.ones(2)),
+    "a hook": lambda mixer: mixer.register_forward_hook(lambda *_: None),
+    "a forward": forwarded,
+    "a dtype": lambda mixer: mixer.double(),
+    "a shape": lambda mixer: setattr(mixer, "weight", nn.Parameter(torch.randn(1, 6))),
+    "a note on a weight": lambda mixer: setattr(mixer.weight, "note", True),
+    "a part": lambda mixer: setattr(mixer, "part", nn.SiLU()),
+    "its mode": lambda mixer: mixer.eval(),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_whatever_a_layers_code_can_see_makes_a_kind_of_its_own(name: str) -> None:
+    toy = Toy(Scaled, Scaled, Scaled)
+    first, second, third = find_recurrent_layers(toy, inputs_of)
+    assert kind_of(first) == kind_of(second), "other weights, and another number"
+    OTHERS[name](toy.mixers[1])
+    assert kind_of(first) == kind_of(third) != kind_of(second)
+
+
+def test_only_one_layer_of_a_kind_is_run_in_all_forms_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy, tried = Toy(Scaled, Scaled, Scaled, Scaled), []
+    toy.mixers[2].scale = 2.0
+    original = discover.verified
+    monkeypatch.setattr(discover, "verified", lambda layer: (tried.append(layer.spec.module), original(layer))[1])
+    assert states_of(toy) == [(f"mixers.{i}", i != 2, True) for i in range(4)]
+    assert tried == ["mixers.0", "mixers.2"]
+
+
+class ForgetsInLayerOne(Scaled):
+    def start(self, state: Tensor | None, hidden: Tensor) -> Tensor:
+        return super().start(state if self.layer_idx != 1 else None, hidden)
+
+
+def test_a_layer_that_reads_its_number_is_not_taken_for_another() -> None:
+    toy = Toy(ForgetsInLayerOne, ForgetsInLayerOne)
+    with pytest.raises(UnsupportedError, match=r"mixers.1 keeps .* another result token by token than for 11 tokens at once"):
+        find_recurrent_layers(toy, inputs_of)
+
+
+class ForgetsChunksInLayerOne(Scaled):
+    def start(self, state: Tensor | None, hidden: Tensor) -> Tensor:
+        return super().start(state if self.layer_idx != 1 or hidden.shape[1] == 1 else None, hidden)
+
+
+def test_a_layer_that_takes_no_chunks_because_of_its_number_is_fed_token_by_token() -> None:
+    assert states_of(Toy(ForgetsChunksInLayerOne, ForgetsChunksInLayerOne)) == [("mixers.0", True, True), ("mixers.1", False, True)]

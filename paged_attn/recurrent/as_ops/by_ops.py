@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from paged_attn.recurrent.inline.make_program import with_program
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.program import NoOpFits
 from paged_attn.recurrent.run import OnlyKernels, RecurrentRunner
+from paged_attn.recurrent.same_kind import kind_of
 from paged_attn.recurrent.verify import LIMIT, LIMIT_16_BIT, difference, in_parts, verified
 from paged_attn.recurrent.watching.call_parts import Undefined
 from paged_attn.stopwatch import part
@@ -40,7 +41,6 @@ STEPS = ((66, 1, 3, 0), (1, 9, 2, 1), (1, 1, 1, 1), (2, 1, 0, 5))
 SLOTS = (3, 1, 5, 2)
 KEPT = {0: (StateCheckpoint(63, 4),)}  # by step: checkpoints of its first request, here one inside a chunk
 PADDING, PAGE = 2, 4096
-_INDICES = ("layer_idx", "layer_id")  # attributes that hold a layer's number
 
 
 @part("prove recurrent ops")
@@ -54,7 +54,7 @@ def with_ops(layers: Sequence[RecurrentLayer], backend: str = "auto") -> tuple[R
     """
     if backend != "auto":
         scans_backend(backend)
-    known: dict[tuple[Any, ...], RecurrentLayer] = {}
+    known: dict[Hashable, RecurrentLayer] = {}
     found = []
     for layer in layers:
         kind = kind_of(layer)
@@ -333,14 +333,3 @@ def _limit(layer: RecurrentLayer) -> float:
 
 def _device(layer: RecurrentLayer) -> torch.device:
     return layer.given[0].device
-
-
-def kind_of(layer: RecurrentLayer) -> tuple[Any, ...]:
-    """Equal for layers that compute the same apart from the values of their weights, judged without running them."""
-    parts = [
-        (name, type(module), sorted((key, value) for key, value in vars(module).items() if isinstance(value, bool | int | float | str)))
-        for name, module in layer.module.named_modules()
-    ]
-    numbers = [[(key, value) for key, value in values if key not in _INDICES] for _, _, values in parts]
-    owned = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in layer.module.state_dict(keep_vars=True).items()]
-    return tuple(kind for _, kind, _ in parts), repr(numbers), tuple(owned), repr([(s.shape, s.dtype) for s in layer.spec.states])

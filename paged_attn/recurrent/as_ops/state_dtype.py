@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import torch
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.calling.plain_modes import evaluating
-from paged_attn.recurrent.as_ops.by_ops import apart, kind_of, scopes_of
+from paged_attn.recurrent.as_ops.by_ops import apart, scopes_of
 from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.same_kind import kind_of
 from paged_attn.recurrent.verify import LIMIT_16_BIT
 
 logger = logging.getLogger("paged_attn")
@@ -31,7 +31,7 @@ def with_state_dtype(layers: Sequence[RecurrentLayer], name: str) -> tuple[Recur
     if name == "auto" or not layers:
         return tuple(layers)
     dtype: torch.dtype = getattr(torch, name)
-    known: dict[tuple[Any, ...], RecurrentLayer] = {}
+    known: dict[Hashable, RecurrentLayer] = {}
     found = []
     for layer in layers:
         if (kind := kind_of(layer)) not in known:
