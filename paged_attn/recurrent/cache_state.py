@@ -19,6 +19,7 @@ Tree = dict[Step, Any]
 Snapshot = dict[Path, tuple[Any, int]]
 Column = tuple[int, int]  # one slice of a tensor: (dimension, index)
 _LENGTH: Step = ("length", None)
+_LEAVES = frozenset((type(None), bool, int, float, str, Tensor, nn.Parameter))  # most of what a cache holds; told at once
 
 
 def leaves_of(root: Any) -> dict[Path, Any]:
@@ -41,6 +42,8 @@ def leaves_of(root: Any) -> dict[Path, Any]:
 
 def children_of(value: Any) -> list[tuple[Step, Any]] | None:
     """What a container holds, or None if the value is a leaf: tensors, numbers, functions, classes, modules."""
+    if type(value) in _LEAVES:
+        return None
     if isinstance(value, dict):
         return [(("item", key), child) for key, child in value.items()]
     if isinstance(value, (list, tuple)):
@@ -57,13 +60,15 @@ def snapshot(root: Any) -> Snapshot:
 
 def changed_paths(before: Snapshot, after: Snapshot) -> set[Path]:
     """Paths that are new, or whose value or version changed."""
-    return {path for path, now in after.items() if path not in before or _differs(before[path], now)}
+    return {path for path, (now, version) in after.items() if path not in before or _differs(*before[path], now, version)}
 
 
-def _differs(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
-    if isinstance(before[0], Tensor) or isinstance(now[0], Tensor):
-        return before[0] is not now[0] or before[1] != now[1]
-    return type(before[0]) is not type(now[0]) or bool(before[0] != now[0])
+def _differs(before: Any, version: int, now: Any, version_now: int) -> bool:
+    if before is now:
+        return version != version_now
+    if isinstance(before, Tensor) or isinstance(now, Tensor):
+        return True
+    return type(before) is not type(now) or bool(before != now)
 
 
 def value_at(root: Any, path: Path) -> Any:

@@ -364,9 +364,9 @@ class _Run:
             one, other = one.index_select(axis, rest), other.index_select(axis, rest)
         if one.shape != other.shape:
             return True
-        if not one.is_floating_point() and not one.is_complex():
-            return not torch.equal(one, other)
-        if one.numel() == 0:
+        if torch.equal(one, other):  # as most are, bit for bit; the rest costs nine times as much
             return False
+        if not one.is_floating_point() and not one.is_complex():
+            return True
         limit = MOVED.get(one.dtype, MOVED_16_BIT) * float(one.abs().nan_to_num(posinf=0.0).max())
         return not torch.allclose(one, other, rtol=0.0, atol=limit, equal_nan=True)

@@ -20,6 +20,7 @@ from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.specs.recurrent import StateSpec
 from paged_attn.recurrent import discover
 from paged_attn.recurrent.as_ops.wrap import replaced_by_ops
+from paged_attn.recurrent.cache_state import changed_paths, name_of, snapshot
 from paged_attn.recurrent.discover import find_recurrent_layers, recurrent_modules
 from paged_attn.recurrent.long_chunks import with_long_chunks
 from paged_attn.recurrent.run import RecurrentRunner
@@ -453,3 +454,14 @@ class ForgetsChunksInLayerOne(Scaled):
 
 def test_a_layer_that_takes_no_chunks_because_of_its_number_is_fed_token_by_token() -> None:
     assert states_of(Toy(ForgetsChunksInLayerOne, ForgetsChunksInLayerOne)) == [("mixers.0", True, True), ("mixers.1", False, True)]
+
+
+def test_what_changed_in_a_cache() -> None:
+    kept, written, nan = torch.zeros(2), torch.zeros(2), float("nan")
+    cache = types.SimpleNamespace(kept=kept, written=written, put=torch.zeros(2), count=1, kind=1, same=nan, items=[1])
+    before = snapshot(cache)
+    written.add_(1)
+    cache.put, cache.count, cache.kind, cache.new = torch.zeros(2), 2, True, None
+    cache.items.append(2)
+    changed = {name_of(path) for path in changed_paths(before, snapshot(cache))}
+    assert changed == {"written", "put", "count", "kind", "new", "items", "items[1]"}

@@ -13,6 +13,7 @@ from paged_attn import LLM, SamplingParams
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.engine.tracing.experts_as_ops import experts_as_ops, is_experts, kind_of, loud, proved_experts
+from paged_attn.engine.tracing.looping import as_ops
 from tests.oracle import greedy, random_prompts
 from tests.zoo.build import build
 
@@ -202,6 +203,13 @@ def test_the_last_layers_experts_run_for_the_wanted_rows_only() -> None:
         calls = [node for node in report.gm.graph.nodes if node.target is EXPERTS]
         rows = [node.meta["example_value"].shape[0] for node in calls]
     assert len({str(size) for size in rows}) == 2 and str(rows[-1]) != str(rows[0])
+
+
+def test_for_experts_that_are_ops_already_the_model_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = build("qwen3_moe"), []
+    monkeypatch.setattr(as_ops, "calls_of", lambda _model, blocks, _inputs: asked.append(blocks))
+    with experts_as_ops(model) as count, as_ops.looping_experts_as_ops(model, lambda _: {}) as put:
+        assert count and not put and not asked
 
 
 @pytest.mark.skipif("inkling2_text" not in CONFIG_MAPPING, reason="transformers before 5.23 has no module with such numbers")

@@ -45,7 +45,7 @@ def looping_experts_as_ops(
         UnsupportedError: it cannot compute a layer of this model.
     """
     lists = [found for found in blocks_of(model) if not any(_around(path, found[0]) for path in on_all)]
-    holders = [found for found in holders_in(model) if not any(_around(path, found[0][0]) for path in on_all)]
+    holders = [found for found in holders_in(model) if not any(_around(path, found[0][0]) for path in on_all) and not _is_op(found[0][1])]
     blocks = {block for _, block, _ in lists} | {module for around in holders for _, module in around}
     finder = _Finder(backend, calls_of(model, [*blocks], inputs) if blocks else {}, MovableWeights(model))
     with ExitStack() as undo:
@@ -53,7 +53,7 @@ def looping_experts_as_ops(
             finder.attempt(name, block, experts, undo)
         for around in holders:
             holder = around[0][1]
-            is_op = any("forward" in vars(part) for part in holder.modules())
+            is_op = _is_op(holder)  # now: a block inside may have become one
             for name, block in around:
                 if finder.is_left(name) and not is_op:
                     finder.attempt(name, block, (holder,), undo)
@@ -129,6 +129,10 @@ class _Finder:
             if self.is_left(name) and not any(_around(one, name) for one in found):
                 found[name] = known
         return {name: found[name] for name in self._reasons if name in found}
+
+
+def _is_op(holder: nn.Module) -> bool:
+    return any("forward" in vars(part) for part in holder.modules())
 
 
 def _around(one: str, other: str) -> bool:
