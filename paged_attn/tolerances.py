@@ -50,6 +50,8 @@ def row_errors(expected: Tensor, got: Tensor, usual: float | None = None) -> Ten
         wrong = (expected.flatten(1) != got.flatten(1)).any(1) if expected.dim() > 1 else expected != got
         return torch.where(wrong, torch.inf, 0.0)
     one, other = _flat(expected), _flat(got.to(expected.device))
+    if one.dtype == other.dtype and torch.equal(one, other):  # as most are that a check compares
+        return one.new_zeros(len(one))
     difference = torch.where((one == other) | (one.isnan() & other.isnan()), 0, other - one).norm(dim=1)
     lengths = row_lengths(expected)
     if usual is None:

@@ -26,6 +26,9 @@ def test_a_short_row_is_measured_by_a_tenth_of_the_usual_length() -> None:
 def test_what_is_infinite_in_both_is_equal_and_anything_else_that_is_not_finite_is_not() -> None:
     row = torch.tensor([[1.0, -math.inf], [1.0, 2.0], [1.0, math.nan]])
     assert row_errors(row, row).tolist() == [0, 0, 0]
+    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):  # also without NaN, bit for bit
+        errors = row_errors(row[:2].to(dtype), row[:2].to(dtype).clone())
+        assert errors.tolist() == [0, 0] and errors.dtype == wide
     for wrong in (math.nan, math.inf):
         got = row.clone()
         got[1, 0] = wrong

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
 from paged_attn.attn_ops.ops.define import overloads_of
 from paged_attn.passes.fx.graph_tools import dtype_of
@@ -222,4 +221,6 @@ def _namespace(target: Any) -> str:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a value, inside lists, tuples and dicts of any depth."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    leaves: list[Any] = []
+    fx.node.map_aggregate(value, leaves.append)  # takes a fifth of the time of tree_leaves
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
