@@ -51,5 +51,6 @@ def _is_of_a_package(value: object) -> bool:
 
 def forward_scopes(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
     """The globals of the forwards of these modules and of those inside them, each once."""
-    forwards = [inspect.unwrap(kind.forward) for kind in dict.fromkeys(type(part) for module in modules for part in module.modules())]
+    kinds = dict.fromkeys(type(part) for module in modules for part in module.modules())
+    forwards = [inspect.unwrap(kind.forward) for kind in kinds if hasattr(kind, "forward")]  # those of torch.jit.script have none
     return list({id(each.__globals__): each.__globals__ for each in forwards if inspect.isfunction(each)}.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from paged_attn.attn_ops.batch.packed_ints import FETCH_KERNEL
@@ -45,6 +46,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
         from paged_attn.backends.host_memory.fetch import fetch
 
         FETCH_KERNEL.use(fetch)
+    _refuse_scripted(model)
     with served_locally(model) as ranks:
         if config.max_loras:
             _refuse_adapters(model, config, ranks is not None)
@@ -89,6 +91,16 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             "that every rank has whole. Take them out of its tp_plan, or run it whole on each device and share out the requests"
         )
     return runner
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    """Raises UnsupportedError: a part that torch.jit has compiled, which can neither be traced nor hooked."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{path or 'the model'} is a {type(module).__name__} of torch.jit.script or trace, which can neither be traced nor "
+                "hooked; put the module that it was made from in its place"
+            )
 
 
 def _refuse_adapters(model: nn.Module, config: EngineConfig, is_sharded: bool) -> None:
