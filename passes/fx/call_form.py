@@ -9,10 +9,9 @@ from typing import Any
 
 import sympy
 import torch
-import torch.nn.functional as F
 from torch import SymInt, Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import of_module, source_name, symbol, value_of
+from paged_attn.passes.fx.graph_tools import embedding_of, of_module, source_name, symbol, value_of
 
 _KEY = re.compile(r"\['(\w+)'\]$|^L\['?(\w+)'?\]$|\.(\w+)$")
 
@@ -108,8 +107,11 @@ def ends_with_a_table(graph: fx.Graph, ids: fx.Node, rows: int) -> bool:
         value = value_of(node)
         if not isinstance(value, Tensor) or all(symbol(size) != tokens for size in value.shape):
             continue
-        looked_up = node.target is F.embedding and len(node.args) > 1 and node.args[0] is not ids
-        table = node.args[1] if looked_up else node.args[0] if node.target in (operator.getitem, torch.narrow, "narrow") else None
+        if looked_up := embedding_of(node):
+            index, table = looked_up
+            table = None if index is ids else table
+        else:
+            table = node.args[0] if node.target in (operator.getitem, torch.narrow, "narrow") else None
         sizes = [symbol(size) for size in value_of(table).shape] if isinstance(value_of(table), Tensor) else []
         if all(isinstance(size, int) for size in sizes) and any(rows <= size <= rows + _LARGEST_OFFSET for size in sizes):
             return True

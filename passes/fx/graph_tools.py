@@ -56,6 +56,13 @@ def argument_of(node: fx.Node, index: int, name: str, default: Any = None) -> An
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
+def embedding_of(node: fx.Node) -> tuple[Any, Any] | None:
+    """The index and the table of a call of F.embedding, passed by position or by name; None for any other node."""
+    if node.op != "call_function" or node.target is not F.embedding:
+        return None
+    return argument_of(node, 0, "input"), argument_of(node, 1, "weight")
+
+
 def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
     """A GraphModule with its own graph and the same parameters. Its code is only generated when it is called, since most copies are
     split, or run node by node."""

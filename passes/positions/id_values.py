@@ -10,14 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import depends_on, token_dims, value_of
+from paged_attn.passes.fx.graph_tools import depends_on, embedding_of, token_dims, value_of
 from paged_attn.passes.fx.memory import writers_of, written_values
 from paged_attn.passes.fx.slicing import ancestors
 from paged_attn.passes.fx.token_data import lookup_of, read_inputs, token_axis
@@ -146,7 +145,7 @@ def _is_narrow(value: Any, form: CallForm) -> bool:
 def _num_ids(graph: fx.Graph, ids: fx.Node, made: set[fx.Node]) -> int:
     """The rows of the smallest table indexed with the ids; if there is none, of the largest one indexed with values made of them."""
     found = [(lookup.at, lookup.rows) for node in graph.nodes if (lookup := lookup_of(node)) is not None]
-    found += [(node.all_input_nodes[0], node.all_input_nodes[1]) for node in graph.nodes if node.target is F.embedding]  # any arguments
+    found += [looked_up for node in graph.nodes if (looked_up := embedding_of(node)) is not None]
     rows = [(at, size) for at, table in found if isinstance(size := value_of(table).shape[0], int)]
     own, further = [size for at, size in rows if at is ids], [size for at, size in rows if at in made]
     return min(own) if own else max(further, default=DEFAULT_IDS)

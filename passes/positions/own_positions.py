@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.fx.call_form import CallForm, CallNotPaged, Values
-from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, name_of, shape_of, value_of
+from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, embedding_of, name_of, shape_of, value_of
 from paged_attn.passes.fx.memory import remove_dead_code, writers_of
 from paged_attn.passes.fx.model_facts import least
 from paged_attn.passes.fx.slicing import ancestors
@@ -60,8 +59,8 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, int] | None:
     """The index of a lookup in a table of fixed size, and the table's number of rows."""
     if node.op not in ("call_function", "call_method"):
         return None
-    if node.target is F.embedding:
-        index, table, axis = node.args[0], node.args[1], 0
+    if (looked_up := embedding_of(node)) is not None:
+        (index, table), axis = looked_up, 0
     elif name_of(node) == "index_select" and len(node.args) == 3:
         table, axis, index = node.args  # type: ignore[assignment]
     elif name_of(node) == "getitem":

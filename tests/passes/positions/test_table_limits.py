@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paged_attn import LLM, SamplingParams
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.prove import mask_proof
-from tests.passes.graphs import Toy, assert_ragged_equals_alone, masked, rewrite_of
+from tests.passes.graphs import VOCAB, Toy, assert_ragged_equals_alone, masked, rewrite_of
 from tests.passes.prove.test_mask_proof import Mask, rows
 from tests.passes.written_out import SPELLINGS, WithPositions
 
@@ -135,3 +135,22 @@ def test_the_shortest_of_several_tables_limits_the_model(
         while len(ids) <= expected:
             ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
     assert list(answer.token_ids) == ids[len(prompt) :]
+
+
+class Named(nn.Module):
+    """Learned positions; both tables are read with arguments by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.learned = nn.Embedding(VOCAB, 32), nn.Embedding(40, 32)
+        self.qkv, self.head = nn.Linear(32, 96), nn.Linear(32, VOCAB)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = F.embedding(input=input_ids, weight=self.table.weight) + F.embedding(weight=self.learned.weight, input=position_ids)
+        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).split(32, -1))
+        return self.head(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def test_tables_read_with_arguments_by_name() -> None:
+    assert assert_ragged_equals_alone(Named()).max_positions == 40
