@@ -47,6 +47,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
 
         FETCH_KERNEL.use(fetch)
     _refuse_scripted(model)
+    _refuse_invoked_adapters(model)
     with served_locally(model) as ranks:
         if config.max_loras:
             _refuse_adapters(model, config, ranks is not None)
@@ -101,6 +102,18 @@ def _refuse_scripted(model: nn.Module) -> None:
                 f"{path or 'the model'} is a {type(module).__name__} of torch.jit.script or trace, which can neither be traced nor "
                 "hooked; put the module that it was made from in its place"
             )
+
+
+def _refuse_invoked_adapters(model: nn.Module) -> None:
+    """Raises UnsupportedError: an adapter of peft that begins behind certain tokens of a text, which only peft's own call looks for."""
+    for module in model.modules():
+        configs = getattr(module, "peft_config", None)
+        for name, config in configs.items() if isinstance(configs, dict) else ():
+            if getattr(config, "alora_invocation_tokens", None):
+                raise UnsupportedError(
+                    f"the adapter {name} has alora_invocation_tokens: it begins behind these tokens of a text, which only peft's own call "
+                    "looks for. Generate with that, or take an adapter that has none"
+                )
 
 
 def _refuse_adapters(model: nn.Module, config: EngineConfig, is_sharded: bool) -> None:
