@@ -1,4 +1,4 @@
-"""Writes the tables of docs/capture.md from the JSON of `benchmarks/capture.py`, each between its marks: `make docs`."""
+"""Writes the tables of docs/capture_figures.md from the JSON of `benchmarks/capture.py`, each between its marks: `make docs`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from docs import marked_tables
 from paged_attn.report.backend_matrix import markdown_table
 
-PAGE = Path(__file__).with_name("capture.md")
+PAGE = Path(__file__).with_name("capture_figures.md")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 BEST, PLAIN = "full_default", "eager_full"  # of the modes whose kernels were listed: the defaults, and PyTorch's own kernels
 LATE = "gemv=False, pdl=False"
@@ -157,7 +157,7 @@ TABLES = {
 
 def with_tables(text: str, data: Any, startup: Any) -> str:
     """The page with every table as the figures have it now; ValueError without their marks."""
-    return marked_tables.with_tables(text, {name: make(data, startup) for name, make in TABLES.items()}, "docs/capture.md")
+    return marked_tables.with_tables(text, {name: make(data, startup) for name, make in TABLES.items()}, "docs/capture_figures.md")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""docs/capture.md: its tables are those of the figures in benchmarks/results."""
+"""docs/capture_figures.md: its tables are those of the figures in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_capture() -> ModuleType:
 
 
 def test_the_tables_are_those_of_the_figures() -> None:
-    script, text = make_capture(), (DOCS / "capture.md").read_text(encoding="utf-8")
+    script, text = make_capture(), (DOCS / "capture_figures.md").read_text(encoding="utf-8")
     data, startup = script.read("capture.json"), script.read("capture_startup.json")
     assert script.with_tables(text, data, startup) == text, "run `make docs`"
     with pytest.raises(ValueError, match="must hold <!-- report --> and <!-- /report --> once each"):

@@ -2,7 +2,7 @@
 
 Inductor derives block sizes from the sizes that it traced, here a handful of tokens. An element-wise kernel then gets blocks of 256
 elements and one warp, and spends most of its time starting blocks on a prompt's rows: RoPE of 2,048 rows took 51 us, and 17 us with
-blocks of 1,024 (H200, docs/capture.md). And a few long rows are reduced in parts by two kernels, to fill a GPU that many rows fill
+blocks of 1,024 (H200, docs/design/inductor.md). And a few long rows are reduced in parts by two kernels, to fill a GPU that many rows fill
 by themselves. Only that is changed here; what a kernel computes, and for which sizes it is valid, stays as Inductor decides.
 """
 
