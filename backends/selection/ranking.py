@@ -7,9 +7,9 @@ faster, and take a third of its time if requests share a prefix, which they read
 `tuned`.
 
 Models that keep latents have orders of their own. On Hopper ours is first for prompts, whose expanded keys and values its kernel handles at
-1.07 to 1.15 of fa3's speed. fa3 is first for decoding, which takes it 0.41 to 0.75 of our time. flash_mla is up to 15 % faster still, or a
-third slower, and takes only pages of 64 (docs/design/latent_attention.md). Other GPUs are not measured; backends that have not run on a GPU
-here are taken only by name.
+1.07 to 1.15 of fa3's speed. fa3 is first for decoding: it takes 0.56 to 0.87 of our time with 128 heads, and about as long with 16.
+flash_mla is up to 11 % faster still, or up to 39 % slower with 16 heads, and takes only pages of 64 (docs/design/latent_attention.md, an
+H100). Other GPUs are not measured; backends that have not run on a GPU here are taken only by name.
 """
 
 from __future__ import annotations
