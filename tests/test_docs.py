@@ -111,6 +111,12 @@ def test_every_name_is_in_the_file_that_is_said_to_have_it(page: str) -> None:
     assert not gone, f"{page}: {'; '.join(gone)}"
 
 
+def test_every_page_is_on_the_page_of_pages() -> None:
+    first = "docs/README.md"
+    linked = {str((ROOT / first).parent.joinpath(link.partition("#")[0]).resolve().relative_to(ROOT)) for link in links(text_of(first))}
+    assert not {*PAGES} - linked - {first, "README.md"}, "link them in docs/README.md, under the question that each answers"
+
+
 EXAMPLE = """# One page
 ## `a` and [b](c.md)!
 ## Same
