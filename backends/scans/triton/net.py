@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from paged_attn.attn_ops.scans.gated_delta import EPS
@@ -24,7 +26,7 @@ def step(
     """Computes `gated_delta_net_step`; False if a head's state is larger than a program can hold."""
     _, heads, k_dim, v_dim = states.shape
     block_k, block_v = power_of_2(k_dim), power_of_2(v_dim)
-    if block_k * block_v > MOST or not _in_rows(net.a, net.b, net.z):
+    if block_k * block_v > MOST or not _in_order([net.a, net.b, net.z], net.a_log, net.dt_bias, net.scale):
         return False
     launch(
         net_kernel.net_step, (rows.num_decode, heads),
@@ -41,7 +43,7 @@ def step(
 def gates(net: GatedDeltaNet, g: Tensor, beta: Tensor) -> bool:
     """Computes `net_gates`."""
     tokens, heads = g.shape
-    if not _in_rows(net.a, net.b):
+    if not _in_order([net.a, net.b], net.a_log, net.dt_bias):
         return False
     keyed_launch(
         net_kernel.net_gates, (blocks_of(tokens, TOKENS), 1),
@@ -55,7 +57,7 @@ def norm(net: GatedDeltaNet, output: Tensor, extends: Extends) -> bool:
     """Computes `net_norm`."""
     _, heads, v_dim = output.shape
     rows, block_v = extends.rows, power_of_2(v_dim)
-    if not _in_rows(net.z) or block_v > NORMED:
+    if not _in_order([net.z], net.scale) or block_v > NORMED:
         return False
     block_h = min(NORMED // block_v, power_of_2(heads))
     keyed_launch(
@@ -66,5 +68,5 @@ def norm(net: GatedDeltaNet, output: Tensor, extends: Extends) -> bool:
     return True
 
 
-def _in_rows(*operands: Columns) -> bool:
-    return all(each.rows.stride(1) == 1 for each in operands)
+def _in_order(operands: Sequence[Columns], *parameters: Tensor) -> bool:
+    return all(each.stride(-1) == 1 for each in (*(operand.rows for operand in operands), *parameters))

@@ -106,4 +106,6 @@ def test_what_no_kernel_takes_is_said() -> None:
     where = StateRows(None, torch.tensor([1, 0], device=DEVICE), None)
     assert not net.step(*given, of, torch.zeros(2, 1, 128, device=DEVICE), True, wide, where)
     turned = of._replace(a=Columns(of.a.rows.T.contiguous().T, of.a.columns))
-    assert not net.gates(turned, *(torch.zeros(2, HEADS, device=DEVICE) for _ in range(2)))
+    spread = of._replace(dt_bias=torch.zeros(2 * HEADS, device=DEVICE)[::2])
+    for each in (turned, spread):
+        assert not net.gates(each, *(torch.zeros(2, HEADS, device=DEVICE) for _ in range(2)))
