@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 from collections.abc import Hashable, Iterator
@@ -30,7 +29,7 @@ from paged_attn.compiled.steps_ahead import compile_steps_ahead
 from paged_attn.recurrent.as_ops import by_ops
 
 CPU = torch.device("cpu")
-LAUNCHING = ("scans.triton.conv", "scans.triton.steps", "experts.triton.few", "experts.triton.grouped")
+LAUNCHING = ("scans.triton.conv", "scans.triton.net", "scans.triton.steps", "experts.triton.few", "experts.triton.grouped")
 HERE = frozenset({device_word(CPU)})
 
 
@@ -74,7 +73,7 @@ def _told(argument: Any, never: bool) -> Hashable:
 def _not_specialised(function: Any) -> tuple[str, ...]:
     """The interpreter's kernels do not know it."""
     found = re.search(r"do_not_specialize=(\[.*?\])", inspect.getsource(function).split("def ")[0], re.DOTALL)
-    return tuple(ast.literal_eval(found[1])) if found else ()
+    return tuple(eval(found[1], function.__globals__)) if found else ()
 
 
 @contextmanager
