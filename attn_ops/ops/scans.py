@@ -7,7 +7,7 @@ both from the thread's forward context, with the float32 reference in `attn_ops/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,12 @@ from paged_attn.attn_ops.scans.linear import linear_attention_extend, linear_att
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
-from paged_attn.attn_ops.scans.state_rows import RecurrentPlan
+from paged_attn.attn_ops.scans.state_rows import RecurrentPlan, StateRows
 
 # Takes the same arguments as the reference; returns False, having written nothing, for those that it does not serve.
 Kernel = Callable[..., bool]
+# Functions of `attn_ops/scans/`, which define the results, and the kernels that replace them.
+Kernels = Mapping[Callable[..., None], Kernel]
 
 
 def run_scan(
@@ -39,18 +41,25 @@ def run_scan(
     Raises:
         ContextError: no forward context, one without recurrent state, or a different number of rows than the batch has.
     """
+    for rows, states, kernels in _calls(op, layer_id, state_id, output):
+        if rows.extends is not None:
+            _compute(kernels, extend, *given, *limits, states, rows.extends)
+        if rows.num_decode:
+            _compute(kernels, step, *given, states, rows)
+
+
+def _calls(op: str, layer_id: int, state_id: int, output: Tensor) -> Iterator[tuple[StateRows, Tensor, Kernels]]:
+    """The plan's calls, the states of the layer and its kernels; padding becomes zero behind them."""
     context, recurrent = recurrent_context_of(op, layer_id, output.shape[0])
     plan: RecurrentPlan = context.recurrent_plan
     states, kernels = recurrent.state(layer_id, state_id), recurrent.kernels(layer_id)
     for rows in plan.calls:
-        if rows.extends is not None:
-            _compute(extend, kernels.get(extend), (*given, *limits, states, rows.extends))
-        if rows.num_decode:
-            _compute(step, kernels.get(step), (*given, states, rows))
+        yield rows, states, kernels
     output[plan.num_tokens :].zero_()
 
 
-def _compute(truth: Callable[..., None], kernel: Kernel | None, given: tuple[Any, ...]) -> None:
+def _compute(kernels: Kernels, truth: Callable[..., None], *given: Any) -> None:
+    kernel = kernels.get(truth)
     if kernel is None or not kernel(*given):
         truth(*given)
 
@@ -86,21 +95,16 @@ def _gated_delta_net(
     net = GatedDeltaNet(
         Columns(a, a_columns), Columns(b, b_columns), Columns(z, z_columns), a_log, dt_bias, scale, factor, eps, offset, act
     )
-    context, recurrent = recurrent_context_of("gated_delta_net", layer_id, output.shape[0])
-    plan: RecurrentPlan = context.recurrent_plan
-    states, kernels, gates = recurrent.state(layer_id, state_id), recurrent.kernels(layer_id), list[Tensor]()
-    for rows in plan.calls:
+    gates = list[Tensor]()
+    for rows, states, kernels in _calls("gated_delta_net", layer_id, state_id, output):
         if rows.extends is not None:
             if not gates:
                 gates = [torch.empty(output.shape[:2], device=output.device) for _ in range(2)]
-                _compute(net_gates, kernels.get(net_gates), (net, *gates))
-            given = (query, key, value, *gates, output, normalise, states, rows.extends)
-            _compute(gated_delta_extend, kernels.get(gated_delta_extend), given)
-            _compute(net_norm, kernels.get(net_norm), (net, output, rows.extends))
+                _compute(kernels, net_gates, net, *gates)
+            _compute(kernels, gated_delta_extend, query, key, value, *gates, output, normalise, states, rows.extends)
+            _compute(kernels, net_norm, net, output, rows.extends)
         if rows.num_decode:
-            given = (query, key, value, net, output, normalise, states, rows)
-            _compute(gated_delta_net_step, kernels.get(gated_delta_net_step), given)
-    output[plan.num_tokens :].zero_()
+            _compute(kernels, gated_delta_net_step, query, key, value, net, output, normalise, states, rows)
 
 
 GATED_DELTA_NET = define_op(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.ops.scans import Kernel
+from paged_attn.attn_ops.ops.scans import Kernels
 from paged_attn.attn_ops.scans.state_rows import Extends, Wave
 from paged_attn.backends.needs import Needs, names_of, unmet_needs
 
-# Functions of `attn_ops/scans/`, which define the results, and the kernels that replace them.
-Kernels = Mapping[Callable[..., None], Kernel]
 OPS = frozenset({"short_conv", "gated_delta_rule", "kda", "linear_attention", "mamba2_scan", "mamba1_scan", "channel_scan"})
 # (rows of each given tensor, the wave, states [N, ...] before its segments) -> (output rows, states after them).
 Sequences = Callable[[Sequence[Tensor], Wave, Tensor], tuple[Tensor, Tensor]]

@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from paged_attn.attn_ops.install_line import install_line
+from paged_attn.attn_ops.ops.scans import Kernels
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend
 from paged_attn.attn_ops.scans.kda import kda_extend
 from paged_attn.attn_ops.scans.state_rows import Extends, Wave
 from paged_attn.backends.needs import UP_TO_FLOAT32, Needs, Requirement
-from paged_attn.backends.scans.base import Kernels, ScanProblem, ScansBackend, run_by_segments
+from paged_attn.backends.scans.base import ScanProblem, ScansBackend, run_by_segments
 
 MOST = 256  # widest key
 

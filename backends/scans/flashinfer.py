@@ -13,10 +13,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from paged_attn.attn_ops.ops.scans import Kernels
 from paged_attn.attn_ops.scans.gated_delta import EPS, gated_delta_extend
 from paged_attn.attn_ops.scans.state_rows import Extends, Wave
 from paged_attn.backends.needs import FLASHINFER, HALF, Needs
-from paged_attn.backends.scans.base import Kernels, ScanProblem, ScansBackend, run_by_segments
+from paged_attn.backends.scans.base import ScanProblem, ScansBackend, run_by_segments
 
 SIZE = 128  # width of keys and values
 

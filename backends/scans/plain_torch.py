@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from paged_attn.attn_ops.ops.scans import Kernels
 from paged_attn.backends.needs import UP_TO_FLOAT32, Needs
-from paged_attn.backends.scans.base import OPS, Kernels, ScansBackend
+from paged_attn.backends.scans.base import OPS, ScansBackend
 
 
 class TorchScans(ScansBackend):

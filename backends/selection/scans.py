@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.backends.scans.base import Kernels, ScanProblem, ScansBackend
+from paged_attn.attn_ops.ops.scans import Kernels
+from paged_attn.backends.scans.base import ScanProblem, ScansBackend
 from paged_attn.backends.selection.by_name import OurBackends, rejected_suffix
 
 BUILT_IN = {

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from paged_attn.attn_ops.ops.scans import Kernels
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
-from paged_attn.backends.scans.base import Kernels
 from paged_attn.backends.selection.scans import ScanSelection, kernels_of
 from paged_attn.recurrent.cache_state import CacheTemplate
 from paged_attn.recurrent.program import Program

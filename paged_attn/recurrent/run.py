@@ -13,9 +13,8 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv.state_pool import StatePool
-from paged_attn.attn_ops.ops.scans import Kernel
+from paged_attn.attn_ops.ops.scans import Kernel, Kernels
 from paged_attn.attn_ops.scans.state_rows import Extends, RecurrentPlan, StateRows, Wanted
-from paged_attn.backends.scans.base import Kernels
 from paged_attn.calling.plain_modes import evaluating
 from paged_attn.recurrent.layer import RecurrentLayer
 

@@ -25,6 +25,7 @@ from paged_attn.passes.fx.graph_tools import (
     keep_name,
     name_of,
     op_name,
+    reached,
     shape_at,
     shape_of,
     sizes_of,
@@ -33,7 +34,7 @@ from paged_attn.passes.fx.graph_tools import (
 from paged_attn.passes.fx.memory import is_written, remove_dead_code, writes_in_place
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import epsilons_of, evaluate, is_rounded, kind_of, region_behind
-from paged_attn.passes.optimize.scan_operands import columns_of, has_tensors
+from paged_attn.passes.optimize.scan_operands import columns_of, has_tensors, moved_from
 from paged_attn.passes.replace.kv_heads import PROBE_TOKENS, concrete
 
 _ARITHMETIC = set("""
@@ -123,20 +124,17 @@ def _site(node: fx.Node, form: CallForm) -> _Site | None:
 
 def _only_result(output: fx.Node, rule: fx.Node) -> fx.Node | None:
     """The last of the values that arithmetic makes of the rule's output, if nothing else leaves it."""
-    inside, leaving, pending = {output}, set[fx.Node](), [output]
-    while pending:
-        node = pending.pop()
-        for user in node.users:
-            if user is rule or not isinstance(value_of(user), Tensor):
-                continue  # a shape
-            if not _computes(user):
-                leaving.add(node)
-            elif user not in inside:
-                inside.add(user)
-                pending.append(user)
-        if len(inside) > _MOST_NODES:
+
+    def readers(node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if user is not rule and isinstance(value_of(user), Tensor)]  # others read a shape
+
+    leaving = list[fx.Node]()
+    for count, node in enumerate(reached([output], lambda node: filter(_computes, readers(node)))):
+        if count == _MOST_NODES:
             return None
-    return leaving.pop() if len(leaving) == 1 else None
+        if not all(map(_computes, readers(node))):
+            leaving.append(node)
+    return leaving[0] if len(leaving) == 1 else None
 
 
 def _computes(node: fx.Node) -> bool:
@@ -161,9 +159,8 @@ def _region(result: fx.Node, form: CallForm, received: fx.Node | None = None) ->
 
 def _is_part(node: fx.Node, received: fx.Node | None) -> bool:
     """Whether a value is a part of one tensor that arithmetic did not make."""
-    while name_of(node) in MOVES and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node is not received and node.op == "call_function" and op_name(node) not in _ARITHMETIC
+    base = moved_from(node)[0]
+    return base is not received and base.op == "call_function" and op_name(base) not in _ARITHMETIC
 
 
 def _shows(sink: fx.Node, output: fx.Node) -> bool:

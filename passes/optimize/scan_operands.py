@@ -93,12 +93,17 @@ def _columns(base: fx.Node, chain: list[fx.Node], form: CallForm) -> list[int]:
 def columns_of(part: fx.Node, form: CallForm) -> tuple[fx.Node, list[int]] | None:
     """The tensor [T, N] or [1, T, N] of which `part` is a view or copy of evenly spaced columns, in order, and the four numbers that name
     them; None if it is not."""
-    base, chain = part, list[fx.Node]()
-    while name_of(base) in MOVES and len(chain) < MAX_NODES:
-        chain.insert(0, base)
-        base = base.args[0]  # type: ignore[assignment]
+    base, *chain = moved_from(part)
     parts = _evenly(_columns(base, chain or [base], form))
     return (base, list(parts[0])) if len(parts) == 1 else None
+
+
+def moved_from(part: fx.Node) -> list[fx.Node]:
+    """The tensor of which `part` is a view or copy that computes nothing, and what makes it of that, in graph order; `part` at the end."""
+    chain = [part]
+    while name_of(chain[0]) in MOVES and isinstance(source := chain[0].args[0], fx.Node) and len(chain) <= MAX_NODES:
+        chain.insert(0, source)
+    return chain
 
 
 def _evenly(columns: list[int]) -> list[tuple[int, int, int, int]]:

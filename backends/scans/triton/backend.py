@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from paged_attn.attn_ops.ops.scans import Kernels
 from paged_attn.attn_ops.scans.channels import channel_scan_extend, channel_scan_step
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
 from paged_attn.attn_ops.scans.gated_delta_net import gated_delta_net_step, net_gates, net_norm
@@ -13,7 +14,7 @@ from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
 from paged_attn.backends.needs import TRITON, UP_TO_FLOAT32, Needs
-from paged_attn.backends.scans.base import OPS, Kernels, ScansBackend
+from paged_attn.backends.scans.base import OPS, ScansBackend
 
 
 class TritonScans(ScansBackend):
